@@ -10,9 +10,12 @@ import re
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)\s*(.*?)\s*;")
 _UNIFORM = re.compile(r"(?<![A-Z])UR(\d+)(\.64)?")
+_PAIR = re.compile(r"(?<!i)desc\[")  # of memory, or of shared memory for a product; that of a product's shape is one
 _PREDICATE, _COMPARES = re.compile(r"!?U?P(T|\d+)"), re.compile("SETP|PLOP|CHK")
 # What has no result, or writes it to memory; of the others the first operand is the result.
-_NO_RESULT = re.compile(r"ST|RED[GS]?$|BAR|BRA|EXIT|MEMBAR|SYNCS|UTMA|UBLK|WARP|LDGSTS|CALL|RET|ARRIVES|UCGABAR|CCTL")
+_NO_RESULT = re.compile(
+    r"ST|RED[GS]?$|BAR|BRA|EXIT|MEMBAR|SYNCS|UTMA|UTC\w*MMA|UBLK|WARP|LDGSTS|CALL|RET|ARRIVES|UCGABAR|CCTL"
+)
 
 
 def unset_registers(sass: str) -> list[str]:
@@ -38,16 +41,16 @@ def unset_registers(sass: str) -> list[str]:
         for x in operands[n_results:]:
             for first, wide in _UNIFORM.findall(x):
                 n = int(first)
-                if "gdesc[" in x:  # descriptors of both operands; the first is skipped where it is in registers
+                if "gdesc[" in x and name.startswith("HGMMA"):  # of both operands; the first one may be in registers
                     in_registers = operands[n_results].startswith("R")
                     reads |= set(range(n + 2 * in_registers, n + 4))
                 else:
-                    pair = wide or "desc[" in x or (name[0] == "U" and kind.startswith(".64"))
+                    pair = wide or _PAIR.search(x) or (name[0] == "U" and kind.startswith(".64"))
                     reads |= {n, n + 1} if pair else {n}
         found += [f"{at}: {name}{kind} {rest}: UR{n}" for n in sorted(reads - written)]
         for x in result:
             for first, _ in _UNIFORM.findall(x):
                 n = int(first)
-                wide = name[0] == "U" and (".64" in kind or ".WIDE" in kind)
-                written |= {n, n + 1} if wide else {n}
+                wide = (name[0] == "U" or name == "LDCU") and (".64" in kind or ".WIDE" in kind)
+                written |= set(range(n, n + (4 if ".128" in kind else 2 if wide else 1)))
     return found

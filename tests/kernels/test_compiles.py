@@ -63,7 +63,10 @@ LISTING = """
         /*00a0*/                   UMOV UR13, 0x40000040 ;
         /*00b0*/                   HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0 ;
         /*00c0*/                   HGMMA.64x64x16.F32.BF16 R32, R24, gdesc[UR12].tnspB, R32, gsb0 ;
+        /*00d0*/                   LDCU.128 UR24, c[0x0][0x390] ;
+        /*00e0*/                   UTCHMMA gdesc[UR24], gdesc[UR26], tmem[UR4], tmem[UR6], idesc[UR15], UPT ;
 """
+BLACKWELL = "UTCHMMA gdesc[UR24], gdesc[UR26], tmem[UR4], tmem[UR6], idesc[UR15], UPT"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ LISTING = """
         ("SR_CgaCtaId", "SR_CgaCtaId, UR9", ["0040: S2UR UR4, SR_CgaCtaId, UR9: UR9"]),
         ("ULDC.64 UR6", "ULDC UR6", ["0070: LDG.E.128 R24, desc[UR6][R2.64]: UR7"]),
         ("[R5+UR4", "[R5+UR40", ["0080: STS.128 [R5+UR40+0x800], R24: UR40"]),
+        ("LDCU.128", "LDCU.64", [f"00e0: {BLACKWELL}: UR{n}" for n in (26, 27)]),
         ("UMOV UR13", "MOV R13", ["00b0: HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0: UR13"]),
     ],
 )
