@@ -41,7 +41,7 @@ def unset_registers(sass: str) -> list[str]:
         for x in operands[n_results:]:
             for first, wide in _UNIFORM.findall(x):
                 n = int(first)
-                if "gdesc[" in x and name.startswith("HGMMA"):  # of both operands; the first one may be in registers
+                if "gdesc[" in x and not name.startswith("UTC"):  # of both operands; the first one may be in registers
                     in_registers = operands[n_results].startswith("R")
                     reads |= set(range(n + 2 * in_registers, n + 4))
                 else:

@@ -1,10 +1,10 @@
 """Kernels that carry queries and keys through the tree (tree.py says which tree), and their gradients back.
 
-One program carries 128 tokens of a head through all levels that they take part in, from the lowest to the highest; each
-level costs one K x K product. The backward walks from the highest level to the lowest. It holds the running gradient D,
-the gradient of the rows as they were after the carry to a level, and stores it over that level's own gradient. What a
-node's gradient needs is then all there: it is the sum of D x^T over the rows x that the node carried, and one program
-can make it alone.
+One program carries a block of 64 tokens of a head through all levels that they take part in, from the lowest to the
+highest; each level costs one K x K product, but the lowest none where the block already is at that end of its unit. The
+backward walks from the highest level to the lowest. It holds the running gradient D, the gradient of the rows as they
+were after the carry to a level, and stores it over that level's own gradient. What a node's gradient needs is then all
+there: it is the sum of D x^T over the rows x that the node carried, and one program can make it alone.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _unit_row(i_t, s, QUERY: tl.constexpr):
 
 @triton.jit
 def _order(n_u, n_heads, QUERY: tl.constexpr):
-    """Block and head of a program: those of many levels first. And whether the block is not at the end of its unit to
-    which it is carried: the second one's queries, the first one's keys."""
+    """Block and head of a program, those of many levels first; and whether the block must be carried over the other one
+    of its unit, as the second one's queries and the first one's keys must."""
     i_u = tl.program_id(0) // n_heads
     if QUERY:
         i_u = n_u - 1 - i_u
@@ -159,6 +159,13 @@ def _down(act, b_key, i_u, o_c, meets, p_level, p_d, stride, BTr, QUERY: tl.cons
     return p, m, s, tl.where(last, 0, act - (1 << s))
 
 
+@triton.jit
+def _from_tiles(p_tiles, s, i_t, BH, Tr, C: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr, WARPS: tl.constexpr):
+    """A block's gradient in level s + 1, unscaled (``levels.Tiles``). # [C, BK]"""
+    row = s * BH.to(tl.int64) * (tl.cdiv(Tr, 128) * 128) + _unit_row(i_t, s, QUERY)
+    return held_tile(p_tiles + row * BK, C, BK, 4, WARPS // 4)
+
+
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def path_carry_bwd_kernel(
     p_d, p_level, p_tiles, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, scale, stride_sb, stride_sh,
@@ -195,8 +202,7 @@ def path_carry_bwd_kernel(
         b_d = (b_x * b_s[:, None]).to(p_level.dtype.element_ty)
         if WARPS:
             tl.store(p + o_x, b_d, mask=m_c & (i > 0))
-            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, 128) * 128) + _unit_row(i_t, s, QUERY)
-            b_g = held_tile(p_tiles + i_r * BK, C, BK, 4, WARPS // 4) * scale
+            b_g = _from_tiles(p_tiles, s, i_t, B * H, Tr, C, BK, QUERY, WARPS) * scale
         else:
             b_g = tl.load(p + o_x, mask=m_c & m[:, None], other=0.0)  # before D takes its place
             tl.store(p + o_x, b_d, mask=m_c & (i > 0))
@@ -207,8 +213,7 @@ def path_carry_bwd_kernel(
     b_y *= b_s[:, None]
     if WARPS and not moves:
         if count > 0:
-            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, 128) * 128) + _unit_row(i_t, s, QUERY)
-            b_y += held_tile(p_tiles + i_r * BK, C, BK, 4, WARPS // 4) * scale
+            b_y += _from_tiles(p_tiles, s, i_t, B * H, Tr, C, BK, QUERY, WARPS) * scale
     else:
         b_y += tl.load(p + o_x, mask=m_c & m[:, None], other=0.0).to(tl.float32)
     if moves:
