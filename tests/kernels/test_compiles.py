@@ -26,7 +26,7 @@ CASES = (
     "8.6:path bf16 128 heads$:carry_bwd",
     "8.9:wall bf16 64 gate$:carry_bwd",
     "10.0:fox bf16 64 gate$:fwd",
-    "10.0:path bf16 64 gate$:product_bwd",
+    "10.0:path bf16 64 gate( prune)?$:product_bwd|prune_rows",
     "12.0:fox bf16 64 gate$:fwd",
 )
 
@@ -117,5 +117,6 @@ def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None
         ("8.9", "wall_carry_bwd_kernel"),
         ("10.0", "fox_fwd_portable_kernel"),
         ("10.0", "path_product_bwd_kernel"),
+        ("10.0", "path_prune_rows_kernel"),
         ("12.0", "fox_fwd_portable_kernel"),
     }

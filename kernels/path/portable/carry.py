@@ -211,11 +211,15 @@ def path_carry_bwd_kernel(
         i_n = tl.where(i + 1 < count, _scale_at(units, s + 1) + ((i_t >> s) ^ 1), i_u ^ 1).to(tl.int64)
         b_y = _mm_node(b_x, p_node + i_n * (G * K * K), plane, o_k, not QUERY, K, BK, NP, DT)
     b_y *= b_s[:, None]
-    if WARPS and not moves:
-        if count > 0:
-            b_y += _from_tiles(p_tiles, s, i_t, B * H, Tr, C, BK, QUERY, WARPS) * scale
+    p_own, m_own = p + o_x, m_c & m[:, None]
+    if WARPS:
+        if moves:  # the gradient of level 0, which is in no tile
+            b_y += tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
+        else:
+            if count > 0:
+                b_y += _from_tiles(p_tiles, s, i_t, B * H, Tr, C, BK, QUERY, WARPS) * scale
     else:
-        b_y += tl.load(p + o_x, mask=m_c & m[:, None], other=0.0).to(tl.float32)
+        b_y += tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
     if moves:
         p = p_zero + ((i_b * (tl.cdiv(T, 128) * C) + i_t * C) * H + i_h) * K
     tl.store(p + o_x, (b_x * b_s[:, None]).to(p_zero.dtype.element_ty), mask=m_c & (products > 0))

@@ -82,7 +82,7 @@ def path_prune_rows_kernel(
                 b_m = b_mn
                 b_q = load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
-                b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
+                b_worst = tl.maximum(b_worst, tl.max(b_row[:, None]))  # of one axis, Triton 3.7 fails for Blackwell
     else:
         b_u = tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * (scale2 * 1.0001)
         if HAS_BOUND:
