@@ -36,6 +36,8 @@ def unset_registers(sass: str) -> list[str]:
             while n_results < len(operands) and _PREDICATE.fullmatch(operands[n_results]):
                 n_results += 1
             n_results += not _COMPARES.search(name)
+        if kind.endswith((".SPILL", ".FILL")):  # set aside and put back, set or not
+            continue
         result = operands[:n_results]
         reads: set[int] = set()
         for x in operands[n_results:]:
@@ -47,6 +49,9 @@ def unset_registers(sass: str) -> list[str]:
                 else:
                     pair = wide or _PAIR.search(x) or (name[0] == "U" and kind.startswith(".64"))
                     reads |= {n, n + 1} if pair else {n}
+        if name == "UMOV" and reads - written:  # a copy of what nothing has written is no harm until it is read
+            written -= {int(n) for x in result for n, _ in _UNIFORM.findall(x)}
+            continue
         found += [f"{at}: {name}{kind} {rest}: UR{n}" for n in sorted(reads - written)]
         for x in result:
             for first, _ in _UNIFORM.findall(x):

@@ -58,6 +58,8 @@ LISTING = """
         /*0050*/                   UIADD3 UR14, UP1, UR4, 0x2, URZ ;           /* 0x0 */
         /*0060*/                   UIADD3.X UR15, URZ, 0x20, URZ, UP1, !UPT ;  /* 0x0 */
         /*0070*/              @!P1 LDG.E.128 R24, desc[UR6][R2.64] ;           /* 0x0 */
+        /*0074*/                   MOV.SPILL R9, UR40 ;                        /* 0x0 */
+        /*0078*/                   R2UR.FILL UR40, R9 ;                        /* 0x0 */
         /*0080*/                   STS.128 [R5+UR4+0x800], R24 ;               /* 0x0 */
         /*0090*/                   ULOP3.LUT UP0, UR12, UR6, 0x40, URZ, 0xc0, !UPT ;
         /*00a0*/                   UMOV UR13, 0x40000040 ;
@@ -78,6 +80,7 @@ BLACKWELL = "UTCHMMA gdesc[UR24], gdesc[UR26], tmem[UR4], tmem[UR6], idesc[UR15]
         ("ULDC.64 UR6", "ULDC UR6", ["0070: LDG.E.128 R24, desc[UR6][R2.64]: UR7"]),
         ("[R5+UR4", "[R5+UR40", ["0080: STS.128 [R5+UR40+0x800], R24: UR40"]),
         ("LDCU.128", "LDCU.64", [f"00e0: {BLACKWELL}: UR{n}" for n in (26, 27)]),
+        ("0x40000040", "UR50", ["00b0: HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0: UR13"]),
         ("UMOV UR13", "MOV R13", ["00b0: HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0: UR13"]),
     ],
 )
