@@ -30,14 +30,14 @@ def unset_registers(sass: str) -> list[str]:
         if not match:
             continue
         at, name, kind, rest = match.groups()
+        if kind.endswith((".SPILL", ".FILL")):  # set aside and put back, set or not
+            continue
         operands = [x.strip() for x in rest.split(",")]
         n_results = 0
         if not _NO_RESULT.match(name):
             while n_results < len(operands) and _PREDICATE.fullmatch(operands[n_results]):
                 n_results += 1
             n_results += not _COMPARES.search(name)
-        if kind.endswith((".SPILL", ".FILL")):  # set aside and put back, set or not
-            continue
         result = operands[:n_results]
         reads: set[int] = set()
         for x in operands[n_results:]:
@@ -49,13 +49,13 @@ def unset_registers(sass: str) -> list[str]:
                 else:
                     pair = wide or _PAIR.search(x) or (name[0] == "U" and kind.startswith(".64"))
                     reads |= {n, n + 1} if pair else {n}
+        width = 1
+        if name[0] == "U" or name == "LDCU":
+            width = 4 if ".128" in kind else 2 if ".64" in kind or ".WIDE" in kind else 1
+        sets = {int(first) + i for x in result for first, _ in _UNIFORM.findall(x) for i in range(width)}
         if name == "UMOV" and reads - written:  # a copy of what nothing has written is no harm until it is read
-            written -= {int(n) for x in result for n, _ in _UNIFORM.findall(x)}
+            written -= sets
             continue
         found += [f"{at}: {name}{kind} {rest}: UR{n}" for n in sorted(reads - written)]
-        for x in result:
-            for first, _ in _UNIFORM.findall(x):
-                n = int(first)
-                wide = (name[0] == "U" or name == "LDCU") and (".64" in kind or ".WIDE" in kind)
-                written |= set(range(n, n + (4 if ".128" in kind else 2 if wide else 1)))
+        written |= sets
     return found
