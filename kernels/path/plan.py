@@ -97,6 +97,11 @@ def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind,
     )  # fmt: skip
 
 
+def blocks_in_gluon(K: int, dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether the block level of q and k in this dtype runs on its Gluon kernel."""
+    return dtype == torch.bfloat16 and not not_gluon(machine, K, K, dtype)
+
+
 def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
     """Why the kernels do not fit a GPU's shared memory, or ""."""
     has = shared_memory(where.capability)

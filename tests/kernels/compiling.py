@@ -252,7 +252,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def needs(kernel: Any) -> dict[str, Any]:
     """Shared memory, products of warpgroups and, of machine code, registers and stack (spills) per thread, and whether
-    it reads registers that nothing has written."""
+    it reads registers that nothing has written, or waits for each product of a kernel that starts several."""
     products = kernel.asm["ptx"].count("wgmma.mma_async")
     found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "wgmma": products}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -264,6 +264,9 @@ def needs(kernel: Any) -> dict[str, Any]:
                 for asked in ("-res-usage", "-sass")
             )
         found |= {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+        started, waits = (len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
+        if kernel.metadata.name.endswith("_hopper_kernel") and waits >= started / 2:
+            found["failed"] = f"ptxas waits for each product: {waits} waits for {started} (C7512)"
         if unset := unset_registers(sass):
             found["failed"] = f"reads what nothing has written: {', '.join(unset)[:500]}"
     return found

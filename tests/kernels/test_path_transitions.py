@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.path import levels as tr
+from attnzoo.kernels.path.plan import blocks_in_gluon
 from attnzoo.kernels.path.portable import blocks, carry, inverse
+from attnzoo.kernels.path.portable.tree import new_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -318,3 +321,37 @@ def test_programs_may_start_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
     got = carry.carry_backward(block, carried, d, dq, dk)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not blocks_in_gluon(128, torch.bfloat16, machine(torch.device(DEVICE))), reason="the kernel is for Hopper"
+)
+@pytest.mark.parametrize("K", [64, 80, 128])
+@pytest.mark.parametrize("H", [2, 4])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+def test_blocks_in_gluon_are_the_portable_ones(
+    K: int, H: int, keep: bool, w_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, w, beta = on_device(draw(2, 3 * 64 + 37, H, 2, K), torch.bfloat16)
+    w = torch.nn.functional.normalize(w.float(), dim=-1).to(w_dtype)
+    k *= torch.linspace(0.01, 100, k.shape[1], device=k.device)[:, None, None]  # rows of different sizes
+    n, found = 4, []
+    for gluon in (True, False):
+        if not gluon:
+            monkeypatch.setattr(blocks, "blocks_in_gluon", lambda *given: False)
+        diag = q.new_full((2, n, H, 64, 64), torch.nan, dtype=torch.float32)
+        m = new_tree(q, n, 2).fill_(torch.nan)
+        kept = inverse.new_kept(q, w) if keep else None
+        block = blocks.block_level(q, k, w, beta, kept, tr.Leaves(diag, q * torch.nan, k * torch.nan, m))
+        parts = {"diag": diag.tril(), "q": block.q, "k": block.k, "m": m[:, :, :n].double().sum(0)}
+        if kept is not None:
+            assert torch.equal(kept.w, w.to(torch.bfloat16))
+            parts |= {"v": kept.v, "x": kept.x.double().sum(0)}
+        found.append(parts)
+    limits = {"diag": 2e-4, "q": 1e-3, "k": 1e-3, "m": 2e-6, "v": 5e-5, "x": 1e-5}
+    for name, ours in found[0].items():
+        theirs = found[1][name].double()
+        error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+        assert error <= limits[name], f"{name}: {error:.2e}"  # not so where something is NaN

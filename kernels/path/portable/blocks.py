@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.levels import BLOCK, Kept, Leaves
+from attnzoo.kernels.path.plan import blocks_in_gluon
 
 from .inverse import _mm, _mm_pair, _pieces, _power_of_two, _unit_lower_inverse, _unit_rows, launch, tree_block
 from .tree import new_tree
@@ -350,6 +352,11 @@ def block_level(
     if out is None:
         diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
         out = Leaves(diag, q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K)), new_tree(q, n, G))
+    if blocks_in_gluon(K, q.dtype, machine(q.device)):
+        from attnzoo.kernels.path.hopper.blocks import block_level_hopper
+
+        block_level_hopper(q, k, w, beta, kept, out)
+        return out
     pieces = 2 if w.dtype == torch.float32 else 1
     fine = q.dtype != torch.bfloat16
     kv, kx, kw = kept or (w, w, w)
