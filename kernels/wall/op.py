@@ -19,7 +19,7 @@ from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse
-from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
 from attnzoo.kernels.path.levels import Wanted, clear_tails
 from attnzoo.kernels.path.op import gates
 from attnzoo.kernels.path.portable.backward import levels_backward
@@ -66,7 +66,8 @@ def wall_forward_op(
     with on_device_of(q):
         c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
         o_rest = torch.empty_like(o) if chosen.keeps_rest else None
-        for group in head_groups(q, k, backward=False):
+
+        def carry_and_attend(group: HeadGroup) -> None:
             p_q, p_k = group.queries(q), group.keys(k)
             p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
             block, levels = carry(p_q, p_k, group.queries(log_diag))
@@ -81,6 +82,9 @@ def wall_forward_op(
                 p_since, p_start, scale, chosen, group.heads(sink),
                 None if o_rest is None else group.queries(o_rest),
             )  # fmt: skip
+
+        for group in head_groups(q, k, backward=False):
+            carry_and_attend(group)
         rows = row_lse(lse, log_decay, c, base, T) if return_lse else lse.new_empty(0)
     return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
 
@@ -123,7 +127,8 @@ def wall_backward_op(
     saved = [x if x.numel() else None for x in (c, base, since, start)]
     rest = o_rest if o_rest.numel() else None
     with on_device_of(q):
-        for group in head_groups(q, k, backward=True, one_pass=chosen.backward == "hopper"):
+
+        def differentiate(group: HeadGroup) -> None:  # what it makes is gone before the next begins
             x = group.queries(q), group.keys(k), group.queries(log_diag)
             p_v = _each(group.keys(v), x[0].shape[2])
             p_dv = p_v.new_empty(p_v.shape)
@@ -143,6 +148,9 @@ def wall_backward_op(
             if carried:
                 p_da = group.queries(dgates) if of_gates else None
                 carry_backward(*x, block.m, d_block, d_levels, group.queries(dq), group.keys(dk), p_da, p_start)
+
+        for group in head_groups(q, k, backward=True, one_pass=chosen.backward == "hopper"):
+            differentiate(group)
         ddecay, dsink = lse.new_empty(0), lse.new_empty(0)
         if log_decay is not None and dkey is not None:
             doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])

@@ -24,8 +24,8 @@ from attnzoo.kernels.common.launching import (
 )
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
-from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.keeping import places
+from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
+from attnzoo.kernels.path.keeping import Made, places
 from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Tiles, Wanted, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
@@ -74,8 +74,8 @@ def path_backward(
     once = plan.backward == "hopper"
     scores = torch.bfloat16 if q.dtype == torch.bfloat16 and not decayed else torch.float32  # as block_level rounds it
     tiled = once and tree_block(q.shape[3]) == head_block(q.shape[3])
-    groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
-    for group, there in groups if made is None else places(made, q, k, w):
+
+    def differentiate(group: HeadGroup, there: Made | None) -> None:  # what it makes is gone before the next begins
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
         kept: Kept | None
@@ -101,7 +101,7 @@ def path_backward(
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
-            continue
+            return
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
@@ -110,6 +110,10 @@ def path_backward(
             block_level_backward(*x, d_leaves, kept, out)
         else:
             decayed_backward(*x, p_a, d_leaves, kept_decays, out, None if da is None else group.queries(da))
+
+    groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
+    for group, there in groups if made is None else places(made, q, k, w):
+        differentiate(group, there)
     return dq, dk, dv, dw, dbeta, dkey, drow, da
 
 

@@ -29,8 +29,8 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
-from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.keeping import places
+from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
+from attnzoo.kernels.path.keeping import Made, places
 from attnzoo.kernels.path.levels import Leaves, Levels, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
@@ -230,8 +230,8 @@ def path_forward(
         start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
     elif bound:
         start = torch.empty((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
-    groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
-    for group, room in groups if made is None else places(made, q, k, w):
+
+    def carry_and_attend(group: HeadGroup, room: Made | None) -> None:
         p_q, p_k = group.queries(q), group.keys(k)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
         if log_diag is None:
@@ -259,6 +259,10 @@ def path_forward(
             block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
             plan, group.heads(sink), p_rest,
         )  # fmt: skip
+
+    groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
+    for group, room in groups if made is None else places(made, q, k, w):
+        carry_and_attend(group, room)
     return o, lse, start
 
 
