@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attnzoo.kernels.path.levels import BLOCK, level_count
 
-BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
-KEPT_BUDGET = 2 << 30  # where the operands are kept beside it, and time counts for more than memory
+BUDGET = 17 << 27  # bytes of workspace for carried operands and their gradients (one key head may need more)
+KEPT_BUDGET = 4 << 30  # where the operands are kept beside it, and time counts for more than memory
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,9 @@ def head_groups(
 
 
 def _even(n: int, most: int) -> list[slice]:
-    size = math.ceil(n / math.ceil(n / most))
+    """0 .. n in as few slices of up to ``most`` as can be, or some more if they are equal: kernels compile for each
+    number of heads."""
+    count = math.ceil(n / most)
+    count = next((c for c in range(count, count + count // 2 + 1) if n % c == 0), count)
+    size = math.ceil(n / count)
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]

@@ -119,8 +119,8 @@ def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
 
 
 def one_pass_tiles(shortened: bool) -> Tiles:
-    """Tiles of the one-pass backward; where pruning leaves heads of different lengths, all of them together."""
-    return dataclasses.replace(HOPPER_BACKWARD, heads=1 << 20) if shortened else HOPPER_BACKWARD
+    """Tiles of the one-pass backward; where pruning leaves heads of different lengths, more of them at a time."""
+    return dataclasses.replace(HOPPER_BACKWARD, heads=8) if shortened else HOPPER_BACKWARD
 
 
 def pair_width(t: Tiles, head_dim: int) -> int:

@@ -55,12 +55,13 @@ def launch_hopper_backward(
         C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
         **bounded, num_warps=4,
     )  # fmt: skip
+    heads = cdiv(B * G, cdiv(B * G, t.heads))  # at a time, as many each time
     path_bwd_hopper_kernel[(Tp // t.BS * B * G,)](
         gluon_descriptor(levels.q.flatten(0, 1), t.BT), gluon_descriptor(levels.k.flatten(0, 1), t.BS),
         gluon_descriptor(v, t.BS), gluon_descriptor(do, t.BT), plain_descriptor(rows, [1, t.BT]),
         plain_descriptor(delta, [1, t.BT]), plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]),
         gluon_descriptor(d_levels.k.flatten(0, 1), t.BS), gluon_descriptor(dv, t.BS), own, sums, d_key, *gates,
-        *limits, cut, end, full, B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), BV=BV,
+        *limits, cut, end, full, B, T, Tq, n, heads, scale, scale * LOG2E, *since_strides(since), BV=BV,
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
