@@ -1,4 +1,4 @@
-"""Which kernels, tiles and features one call of ``path_attention`` runs on: ``plan`` decides, nothing else does."""
+"""Which kernels, tiles and features one call of ``path_attention`` runs on is decided here, and nowhere else."""
 
 from __future__ import annotations
 

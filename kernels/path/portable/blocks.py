@@ -5,9 +5,10 @@ With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is
     Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
     qb = Q - tril(Q W^T) Y,   kb = K - Z^T W,   diag = tril(Q K^T - tril(Q W^T) Z),   M = I - Y^T W.
 
-One program per block and key head. path_block_fwd_kernel makes all of it; backward, path_block_bwd_kernel starts from
-diag, qb and kb, and path_product_bwd_kernel from M and X. Latency bounds them: what counts is how many instructions a
-program takes, and how few registers and how little shared memory, so that two or three run on a multiprocessor.
+One program per block and key head. path_block_fwd_kernel makes all of it (of bf16 on Hopper, hopper/blocks.py does);
+backward, path_block_bwd_kernel starts from diag, qb and kb, and path_product_bwd_kernel from M and X. Latency bounds
+them: what counts is how many instructions a program takes, and how few registers and how little shared memory, so that
+two or three run on a multiprocessor.
 
 Entries of the inverse stay below 2 for unit w and beta <= 2, so a float32 inverse is safe. What follows multiplies it
 in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the inputs ask.
