@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import head_groups, plan
 from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
-from attnzoo.kernels.path.portable import backward, forward
+from attnzoo.kernels.path.portable import backward, blocks, carry, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
 PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
@@ -50,6 +51,24 @@ def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None
         pieces = triton(case, x)
     for name, y in pieces.items():
         assert torch.equal(y, whole[name]), name
+
+
+def test_carries_are_gone_before_the_blocks_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = inputs(LONG, torch.float32), []
+
+    def carry_backward(block: Leaves, carried: Carried, d: Levels, *rest: Any) -> Any:
+        seen.extend(weakref.ref(t) for t in (block.m, *carried.levels, *d))
+        return carry.carry_backward(block, carried, d, *rest)
+
+    def block_level_backward(*given: Any) -> Any:
+        assert len(seen) == 5
+        assert not any(ref() is not None for ref in seen)
+        return blocks.block_level_backward(*given)
+
+    monkeypatch.setattr(backward, "carry_backward", carry_backward)
+    monkeypatch.setattr(backward, "block_level_backward", block_level_backward)
+    triton(LONG, x)
+    assert seen
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 20, 3 << 20, 1 << 40])

@@ -37,6 +37,7 @@ from .dkdv import path_dkdv_portable_kernel
 from .dq import path_dq_portable_kernel
 from .forward import levels_descriptor, value_block
 from .inverse import new_kept, tree_block
+from .tree import node_gradients
 
 Some = Tensor | None
 
@@ -62,7 +63,7 @@ def path_backward(
         sums [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0); that of
         log_diag. None, or undefined, where not wanted.
     """
-    dv = v.new_empty(v.shape)
+    T, dv = q.shape[1], v.new_empty(v.shape)
     wide = torch.float32 if unrounded else None
     dq, dk = (x.new_empty(x.shape, dtype=wide) if wanted.queries or wanted.keys else None for x in (q, k))
     dw = w.new_empty(w.shape, dtype=wide) if wanted.transitions else None
@@ -90,7 +91,7 @@ def path_backward(
                 block, kept_decays = decayed_level(*x, p_a)
             carried = carry(block, p_start)
             if once:
-                clear_tails(carried.levels, q.shape[1])
+                clear_tails(carried.levels, T)
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         p_rest = None if o_rest is None else group.queries(o_rest)
@@ -102,9 +103,13 @@ def path_backward(
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
             return
-        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
+        d_q, d_k, zero = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
+        d_diag = d_block.diag
+        del d_block, tiles  # they are large, and what follows needs room
+        d_m = node_gradients(block, carried, zero, d_levels, T, p_start) if wanted.transitions else block.m
+        del block, carried, d_levels, zero
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
-        d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
+        d_leaves, out = Leaves(d_diag, d_q, d_k, d_m), (group.queries(dq), group.keys(dk), d_w, d_beta)
         if log_diag is None:
             assert kept is not None
             block_level_backward(*x, d_leaves, kept, out)

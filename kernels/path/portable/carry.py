@@ -30,7 +30,7 @@ from attnzoo.kernels.path.levels import (
 )
 
 from .inverse import _mm, _row_scale
-from .tree import _first_key, _node, _ones, _scale_at, node_gradients, options, starts, tree
+from .tree import _first_key, _node, _ones, _scale_at, options, starts, tree
 
 
 @triton.jit
@@ -260,8 +260,9 @@ def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None)
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
     wanted: Wanted = EVERYTHING, tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
+) -> tuple[Tensor, Tensor, Levels]:  # fmt: skip
+    """Gradients of block.q and block.k in their dtypes, undefined where not wanted, and what ``tree.node_gradients``
+    reads beside d: D of scale 0.
 
     Args:
         d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
@@ -285,4 +286,4 @@ def carry_backward(
             g, level, p_tiles, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], scale, *strides,
             WARPS=warps, **_options("carry_bwd", x, start, nodes, query),
         )  # fmt: skip
-    return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes
+    return *out, zero

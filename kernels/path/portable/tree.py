@@ -297,7 +297,7 @@ def node_gradients(block: Leaves, carried: Carried, zero: Levels, d: Levels, T: 
     """Gradients of the leaves, [B, ceil(T / 64), G, K, K].
 
     Args:
-        zero, d: what path_carry_bwd_kernel left of D, for scale 0 and for the scales from 1 on.
+        zero, d: what ``carry_backward`` left of D, for scale 0 and for the scales from 1 on.
     """
     nodes, (B, _, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     N, units, bf16 = nodes.shape[2], cdiv(T, BLOCK), block.q.dtype == torch.bfloat16
