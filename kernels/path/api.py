@@ -100,7 +100,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             (``kernels/path/keeping.py``). Values and gradients are the same. Not with log_diag. Without a gradient to
             come nothing is kept, and the reference keeps everything in any case.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
-            of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0).
+            of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0, with Triton 3.7 also 8.0).
 
     Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_decay to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the

@@ -39,9 +39,10 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
 _TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
 _SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()})
-# KiB of shared memory per program that the block kernels need in float32, at head dims over 64. In 16 bits all fits 99
-# KiB with these releases of Triton (``make test-versions``).
-_FLOAT32_BLOCKS, _SMALL, _FITS = 176, 163, ((3, 6), (3, 7), (3, 9))
+# KiB of shared memory per program that the block kernels need in float32, at head dims over 64: by release, and with
+# others at most. In 16 bits all fits 99 KiB with these releases of Triton (``make test-versions``).
+_FLOAT32_BLOCKS, _FLOAT32_MOST = {(3, 7): 160}, 176
+_SMALL, _FITS = 163, ((3, 6), (3, 7), (3, 9))
 _FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
@@ -106,8 +107,9 @@ def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
     """Why the kernels do not fit a GPU's shared memory, or ""."""
     has = shared_memory(where.capability)
     this = f"this GPU {where.capability} has {has} KiB of shared memory per program"
-    if head_dim > 64 and dtype == torch.float32 and has < _FLOAT32_BLOCKS:
-        return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {_FLOAT32_BLOCKS} KiB), {this}"
+    wide = _FLOAT32_BLOCKS.get(where.triton, _FLOAT32_MOST)
+    if head_dim > 64 and dtype == torch.float32 and has < wide:
+        return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {wide} KiB), {this}"
     if head_dim <= 64 and dtype == torch.float32 and has < _FLOAT32_3_8 and where.triton == (3, 8):
         return (
             f"expected bfloat16 or float16, or another Triton than 3.8 (float32 needs {_FLOAT32_3_8} KiB there), {this}"
