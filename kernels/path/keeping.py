@@ -71,8 +71,7 @@ def places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[He
 
 def _layout_of(group: HeadGroup, q: Tensor, k: Tensor, w: Tensor) -> Layout:
     """Of the tensors of ``inverse.new_kept``, ``blocks.block_level`` and ``carry.carry``."""
-    (B, T, H, K), G = (int(n) for n in q.shape), int(k.shape[2])
-    B, H, G = (len(range(n)[part]) for n, part in ((B, group.b), (H, group.h), (G, group.g)))
+    (B, T, H, K), G = map(int, group.queries(q).shape), int(group.keys(k).shape[2])
     return _layout(B, T, H, G, K, q.dtype, w.dtype)
 
 

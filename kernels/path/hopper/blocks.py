@@ -10,15 +10,12 @@ in registers, where they are stored, and so are rows of M.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.path.levels import BLOCK, Kept, Leaves
-from attnzoo.kernels.path.portable.inverse import _power_of_two, tree_block
+from attnzoo.kernels.path.portable.inverse import _row_scale
 
 from .inverse import _invert_sixteens, _left, _merge, _pieces, _round
 
@@ -86,7 +83,7 @@ def _store_m(b_m, p_m, plane, i: gl.constexpr, K: gl.constexpr, BK: gl.constexpr
 def _unit_rows(b, BK: gl.constexpr, L_K: gl.constexpr):
     """As ``inverse._unit_rows``, from the order in memory to that of products; two at a time."""
     b = _turn(b, L_K)
-    s, inv = _power_of_two(gl.max(gl.abs(b.to(gl.float32)), 1))
+    s, inv = _row_scale(b)
     b = gl.inline_asm_elementwise(
         """{
         .reg .b32 x, y;
@@ -279,15 +276,3 @@ def path_block_fwd_hopper_kernel(
     else:
         b_m = warpgroup_mma_wait(0, [b_m])
         _store_m(b_m, p_m, plane, 0, K, BK, L_K)
-
-
-def block_level_hopper(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None, out: Leaves) -> None:
-    """Fill ``out`` and ``kept`` as ``portable.blocks.block_level`` says, where ``plan.blocks_in_gluon`` does."""
-    B, T, H, K = q.shape
-    G = k.shape[2]
-    kv, kx, kw = kept or (w, w, w)
-    path_block_fwd_hopper_kernel[(cdiv(T, BLOCK) * B * G,)](
-        q, k, w, beta, out.diag, out.q, out.k, out.m, kv, kx, kw, T, B, out.m.shape[2], *q.stride()[:3],
-        *k.stride()[:3], *w.stride()[:3], *beta.stride(), H=H, G=G, K=K, BK=tree_block(K), NW=1 + (w.dtype != q.dtype),
-        KEEP=kept is not None, KW=kw.dtype != w.dtype, num_warps=4,
-    )  # fmt: skip

@@ -16,6 +16,8 @@ in pieces of 16 bits: M, whose errors add up along the sequence, in two, the res
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -353,19 +355,21 @@ def block_level(
     if out is None:
         diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
         out = Leaves(diag, q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K)), new_tree(q, n, G))
-    if blocks_in_gluon(K, q.dtype, machine(q.device)):
-        from attnzoo.kernels.path.hopper.blocks import block_level_hopper
-
-        block_level_hopper(q, k, w, beta, kept, out)
-        return out
     pieces = 2 if w.dtype == torch.float32 else 1
-    fine = q.dtype != torch.bfloat16
+    kernel: Any = path_block_fwd_kernel
+    if blocks_in_gluon(K, q.dtype, machine(q.device)):
+        from attnzoo.kernels.path.hopper.blocks import path_block_fwd_hopper_kernel as kernel
+
+        options: dict[str, Any] = {"num_warps": 4}
+    else:
+        fine = q.dtype != torch.bfloat16
+        options = {"C": BLOCK, "NI": 2 if q.dtype == torch.float32 else 1, "NB": pieces if fine else 1,
+                   "NP": 2 if fine else 1, "DT": tl.float16, "num_stages": 1, **launch("block", K)}  # fmt: skip
     kv, kx, kw = kept or (w, w, w)
-    path_block_fwd_kernel[(n * B * G,)](
+    kernel[(n * B * G,)](
         q, k, w, beta, out.diag, out.q, out.k, out.m, kv, kx, kw, T, B, out.m.shape[2], *q.stride()[:3],
-        *k.stride()[:3], *w.stride()[:3], *beta.stride(), H=H, G=G, K=K, BK=tree_block(K), C=BLOCK,
-        NI=2 if q.dtype == torch.float32 else 1, NW=pieces, NB=pieces if fine else 1, NP=2 if fine else 1,
-        KEEP=kept is not None, KW=kw.dtype != w.dtype, DT=tl.float16, num_stages=1, **launch("block", K),
+        *k.stride()[:3], *w.stride()[:3], *beta.stride(), H=H, G=G, K=K, BK=tree_block(K), NW=pieces,
+        KEEP=kept is not None, KW=kw.dtype != w.dtype, **options,
     )  # fmt: skip
     return out
 
