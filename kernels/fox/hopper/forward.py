@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.device import multiprocessors
@@ -25,11 +25,10 @@ from attnzoo.kernels.common.hopper.forward_steps import (
     load_ring_values,
     softmax_step,
     start_scores,
-    store_rows,
     tile_weights,
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
-from attnzoo.kernels.common.hopper.releases import tma_load
+from attnzoo.kernels.common.hopper.releases import barrier, tma_load, tma_store
 from attnzoo.kernels.common.hopper.tasks import announce, announced
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, since_strides
@@ -74,11 +73,6 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
     n_task = gl.program_id(0)
     while n_task < n_tasks:
         i_t, i_b, i_h = _task(n_task, n_tasks, n_heads, T, H, BT)
-        mbarrier.wait(q_out, (j & 1) ^ 1)
-        announce(task_s, n_task, j)
-        mbarrier.expect(q_in, 2 * d_q.block_type.nbytes)
-        for w in gl.static_range(2):
-            tma_load(d_q, [i_b, i_t * BT + w * (BT // 2), i_h, 0], q_in, q_s.index(w))
         p_ch, p_baseh, p_sinceh, p_starth = _of_head(p_c, p_base, p_since, p_start, i_b, i_h, T, S, stride_lb,
                                                      stride_lh, H, RU, KU)  # fmt: skip
         p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
@@ -86,6 +80,11 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
                                                          HAS_SINCE, HAS_START)  # fmt: skip
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, i_t * BT // RU * RU + off, GATE, KU)
+        mbarrier.wait(q_out, (j & 1) ^ 1)
+        announce(task_s, n_task, j)
+        mbarrier.expect(q_in, 2 * d_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            tma_load(d_q, [i_b, i_t * BT + w * (BT // 2), i_h, 0], q_in, q_s.index(w))
         n_all = n_diag + n_left + gl.maximum(mid - full, 0)
         s_v = 0
         for n in range(n_all):
@@ -105,11 +104,30 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
 
 
 @gluon.jit
-def _rows(w: gl.constexpr, q_s, ring, task_s, q_in, q_out, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start,
-          p_sink, n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H: gl.constexpr, V: gl.constexpr,
-          BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
-          GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_SINK: gl.constexpr,
-          HAS_REST: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _store(b_o, b_m, b_l, d_o, d_rest, o_s, rest_s, p_lse, i_b, i_h, r, T, BR: gl.constexpr, BV: gl.constexpr,
+           HAS_REST: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
+    """The results of BR rows from r on leave through shared memory while the next task begins."""
+    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+    b_oh = b_o.to(o_s.dtype)
+    tma.store_wait(0)  # those of the task before
+    barrier()
+    o_s.reshape([BR, BV]).store(b_oh)
+    if HAS_REST:  # what the rounding dropped
+        rest_s.reshape([BR, BV]).store((b_o - b_oh.to(gl.float32)).to(o_s.dtype))
+    fence_async_shared()
+    tma_store(d_o, [i_b, r, i_h, 0], o_s)
+    if HAS_REST:
+        tma_store(d_rest, [i_b, r, i_h, 0], rest_s)
+    o_r = r + gl.arange(0, BR, gl.SliceLayout(1, L_S))
+    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+
+
+@gluon.jit
+def _rows(w: gl.constexpr, q_s, ring, task_s, q_in, q_out, d_o, d_rest, o_s, rest_s, p_lse, p_c, p_base, p_g, p_since,
+          p_start, p_sink, n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H: gl.constexpr, BK: gl.constexpr,
+          BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
+          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
     """The w-th warpgroup's 64 rows of each task."""
     k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
     SINCE: gl.constexpr = HAS_SINCE or HAS_START
@@ -164,27 +182,32 @@ def _rows(w: gl.constexpr, q_s, ring, task_s, q_in, q_out, p_o, p_rest, p_lse, p
         it += n_all
         b_o = last_step(b_o, b_ph, ring, it - 1, BS, BV, STAGES)
         mbarrier.arrive(empty_v.index((it - 1) % STAGES), count=1)
-        p_ot = (i_b.to(gl.int64) * T * H + i_h) * V
         p_lseh = p_lse + (i_b.to(gl.int64) * H + i_h) * T
-        store_rows(b_o, b_m, b_l, p_o + p_ot, p_rest + p_ot, p_lseh, H * V, i_t * BT + w * BR, T, V, BR, BV, HAS_REST,
-                   L_S, L_O)  # fmt: skip
+        r = i_t * BT + w * BR
+        _store(b_o, b_m, b_l, d_o, d_rest, o_s.index(w), rest_s.index(w), p_lseh, i_b, i_h, r, T, BR, BV, HAS_REST, L_S,
+               L_O)  # fmt: skip
         mbarrier.wait(q_in, (j + 1) & 1)
         n_task, j = announced(task_s)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_tasks", "T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_fwd_hopper_kernel(
-    d_q, d_k, d_v, p_o, p_rest, p_lse, p_next, p_c, p_base, p_g, p_since, p_start, p_sink, n_tasks, T, S, n_heads,
+    d_q, d_k, d_v, d_o, d_rest, p_lse, p_next, p_c, p_base, p_g, p_since, p_start, p_sink, n_tasks, T, S, n_heads,
     scale2, stride_lb, stride_lh,
-    H: gl.constexpr, REP: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
-    BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
-    HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
+    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one task per BT rows, p_next: how many others took."""
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, BT // 2, 1, BK], d_q.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BK], d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BV], d_v.layout)
+    o_s = gl.allocate_shared_memory(dtype, [2, 1, BT // 2, 1, BV], d_o.layout)
+    rest_s = o_s
+    if HAS_REST:
+        rest_s = gl.allocate_shared_memory(dtype, [2, 1, BT // 2, 1, BV], d_o.layout)
     bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     task_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_in = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -203,12 +226,12 @@ def fox_fwd_hopper_kernel(
     ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
     gl.warp_specialize(
         [
-            (_rows, (0, q_s, ring, task_s, q_in, q_out, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink,
-                     n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H, V, BK, BV, BT, BS, RU, KU, GATE,
-                     HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
-            (_rows, (1, q_s, ring, task_s, q_in, q_out, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink,
-                     n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H, V, BK, BV, BT, BS, RU, KU, GATE,
-                     HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
+            (_rows, (0, q_s, ring, task_s, q_in, q_out, d_o, d_rest, o_s, rest_s, p_lse, p_c, p_base, p_g, p_since,
+                     p_start, p_sink, n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H, BK, BV, BT, BS, RU,
+                     KU, GATE, HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
+            (_rows, (1, q_s, ring, task_s, q_in, q_out, d_o, d_rest, o_s, rest_s, p_lse, p_c, p_base, p_g, p_since,
+                     p_start, p_sink, n_tasks, n_heads, T, S, scale2, stride_lb, stride_lh, H, BK, BV, BT, BS, RU,
+                     KU, GATE, HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
             (_load, (d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_g, p_since, p_start, n_tasks,
                      n_heads, T, S, stride_lb, stride_lh, REP, H, BT, BS, RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
         ],
@@ -228,13 +251,14 @@ def fox_forward_hopper(
     BK, BV = head_block(K), head_block(V)
     t = HOPPER_FORWARD
     n_tasks, taken = cdiv(T, t.BT) * B * H, q.new_zeros((1,), dtype=torch.int32)
+    d_o = gluon_descriptor(o, t.BT // 2)
+    d_rest = d_o if o_rest is None else gluon_descriptor(o_rest, t.BT // 2)
     fox_fwd_hopper_kernel[(min(n_tasks, multiprocessors(q.device)),)](
-        gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), o,
-        o if o_rest is None else o_rest, lse, taken, lse if c is None else c, lse if base is None else base,
-        lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
-        lse if sink is None else sink, n_tasks, T, S, min(t.heads, B * H), scale * LOG2E, *since_strides(since), H=H,
-        REP=H // G, V=V, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
-        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_SINK=sink is not None,
-        HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), d_o, d_rest, lse, taken,
+        lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay,
+        lse if since is None else since, lse if start is None else start, lse if sink is None else sink, n_tasks, T, S,
+        min(t.heads, B * H), scale * LOG2E, *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
+        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=since is not None, HAS_START=start is not None,
+        HAS_SINK=sink is not None, HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip
     return o, lse
