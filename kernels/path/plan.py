@@ -103,6 +103,11 @@ def blocks_in_gluon(K: int, dtype: torch.dtype, machine: Machine) -> bool:
     return dtype == torch.bfloat16 and not not_gluon(machine, K, K, dtype)
 
 
+def block_backward_at_once(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether one kernel makes all gradients of a block; on other GPUs its values do not fit their registers."""
+    return dtype == torch.bfloat16 and machine.hopper
+
+
 def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
     """Why the kernels do not fit a GPU's shared memory, or ""."""
     has = shared_memory(where.capability)

@@ -265,6 +265,21 @@ def test_block_kernels_take_views_of_any_scale() -> None:
         assert got[:, :, 0].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("G", [1, 2])
+def test_one_kernel_makes_all_gradients_of_a_block(monkeypatch: pytest.MonkeyPatch, G: int, dtype: torch.dtype) -> None:
+    x = on_device(draw(1, 150, 2, G, 40), dtype)
+    kept = inverse.new_kept(x[0], x[2])
+    d = tr.Leaves(
+        *(torch.randn_like(t) for t in blocks.block_level(*x, kept)._replace(m=x[0].new_empty(1, 3, G, 40, 40)))
+    )
+    one_by_one = blocks.block_level_backward(*x, d, kept)
+    monkeypatch.setattr(blocks, "block_backward_at_once", lambda *_: True)
+    monkeypatch.setattr(blocks, "path_product_bwd_kernel", None)
+    for got, want in zip(blocks.block_level_backward(*x, d, kept), one_by_one, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pruned", [False, True], ids=["all", "pruned"])
 @pytest.mark.parametrize(
