@@ -150,9 +150,9 @@ def levels_of(T: int) -> list[Level]:
 
 def clear_tails(levels: Levels, T: int) -> None:
     """Zeros in the rows after a level's own: one pass reads its last tile whole, and there may be NaN."""
-    for level, x in zip(levels_of(T), levels.q, strict=True):
+    for i, level in enumerate(levels_of(T)):
         if level.queries % BLOCK:
-            x[:, level.queries : -(-level.queries // BLOCK) * BLOCK].zero_()
+            levels.q[i, :, level.queries : -(-level.queries // BLOCK) * BLOCK].zero_()
 
 
 def level_rows(T: int) -> tuple[int, int]:

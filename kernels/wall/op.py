@@ -136,13 +136,11 @@ def wall_backward_op(
             if chosen.backward == "hopper":
                 clear_tails(levels, q.shape[1])
             p_c, p_base, p_since, p_start = (group.rows(y) for y in saved)
-            d_block, d_levels, d_key, _ = levels_backward(
+            d_block, d_levels, _ = levels_backward(
                 block, levels, group.queries(do), p_v, group.queries(o), lse[group.b, group.h], p_c, p_base, p_since,
-                p_start, scale, chosen, parts, group.heads(sink), group.rows(row_dlse), group.rows(drow), p_dv,
-                None if rest is None else group.queries(rest), unrounded=True,
+                p_start, scale, chosen, parts, group.heads(sink), group.rows(row_dlse), group.rows(drow),
+                group.rows(dkey), p_dv, None if rest is None else group.queries(rest), unrounded=True,
             )  # fmt: skip
-            if dkey is not None and d_key is not None:
-                dkey[group.b, group.h] = d_key
             if of_v:
                 group.keys(dv).copy_(p_dv.unflatten(2, (-1, H // v.shape[2])).sum(3))
             if carried:

@@ -19,9 +19,9 @@ from .pair import path_finish_kernel, path_pair_kernel
 def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool, tiled: bool,
-    scores: torch.dtype,
-) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
+    dlse: Tensor | None, drow: Tensor | None, dkey: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool,
+    tiled: bool, scores: torch.dtype,
+) -> tuple[Leaves, Levels, Tiles | None]:  # fmt: skip
     """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
     o_rest is what the rounding of o dropped, laid out as o.
@@ -33,7 +33,8 @@ def launch_hopper_backward(
     gate = GATE_NONE if c is None else GATE_FULL
     Tp, Tx = (cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
     rows, delta = lse.new_empty((B * H, Tp)), lse.new_empty((B * H, Tp))
-    sums, d_key = (lse.new_zeros((B * H, Tp // 2)), lse.new_empty((B, H, T))) if gate else (lse, lse)
+    sums = lse.new_zeros((B * H, Tp // 2)) if gate else lse
+    d_key = dkey if dkey is not None else lse.new_empty((B, H, T)) if gate else lse
     dq_tiles = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile
     own = lse.new_empty((B, G, Tp, BV))
     of_q = torch.float32 if unrounded else None
@@ -71,4 +72,4 @@ def launch_hopper_backward(
             BT=t.BT, M=M, N=t.num_warps // M, HAS_ROW=drow is not None, **flags, num_warps=8,
         )  # fmt: skip
     tiles = Tiles(dq_tiles, scale, t.num_warps) if tiled else None
-    return d_block, d_levels, d_key if wanted.log_decay else None, tiles
+    return d_block, d_levels, tiles

@@ -93,14 +93,12 @@ def path_backward(
             if once:
                 clear_tails(carried.levels, T)
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
-        extra = group.heads(sink), group.rows(dlse), group.rows(drow)
+        extra = group.heads(sink), group.rows(dlse), group.rows(drow), group.rows(dkey)
         p_rest = None if o_rest is None else group.queries(o_rest)
-        d_block, d_levels, d_key, tiles = levels_backward(
+        d_block, d_levels, tiles = levels_backward(
             block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest, tiled=tiled,
             scores=scores,
         )  # fmt: skip
-        if dkey is not None and d_key is not None:
-            dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
             return
         d_q, d_k, zero = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
@@ -125,10 +123,11 @@ def path_backward(
 def levels_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool = False,
-    tiled: bool = False, scores: torch.dtype = torch.float32,
-) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
-    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow.
+    dlse: Tensor | None, drow: Tensor | None, dkey: Tensor | None, dv: Tensor, o_rest: Tensor | None,
+    unrounded: bool = False, tiled: bool = False, scores: torch.dtype = torch.float32,
+) -> tuple[Leaves, Levels, Tiles | None]:  # fmt: skip
+    """Gradients of the blocks (without m) and of the levels, as far as wanted; fills dv, drow and, for the gradient of
+    log_decay, dkey (contiguous).
 
     Those of the levels' queries are in the tiles, where there are any.
 
@@ -137,7 +136,7 @@ def levels_backward(
         tiled: whether tiles are, from Hopper's one pass; then those in the levels are undefined.
         scores: dtype of those of the scores within blocks.
     """
-    saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dv)
+    saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dkey, dv)
     if plan.backward == "hopper":
         from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
@@ -148,8 +147,8 @@ def levels_backward(
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, unrounded: bool, scores: torch.dtype,
-) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
+    dlse: Tensor | None, drow: Tensor | None, dkey: Tensor | None, dv: Tensor, unrounded: bool, scores: torch.dtype,
+) -> tuple[Leaves, Levels]:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do = addressable(do)
     gate, BV = GATE_NONE if c is None else GATE_FULL, value_block(K, V)
@@ -190,4 +189,6 @@ def _launch(
         *since_strides(since), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip
-    return d_block, d_levels, d_key.sum(0) if wanted.log_decay else None
+    if dkey is not None:
+        torch.sum(d_key, 0, out=dkey)
+    return d_block, d_levels
