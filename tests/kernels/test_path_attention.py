@@ -15,7 +15,7 @@ from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import head_groups, plan
 from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
-from attnzoo.kernels.path.portable import backward, blocks, carry, forward
+from attnzoo.kernels.path.portable import backward, blocks_backward, carry, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
 PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
@@ -64,7 +64,7 @@ def test_carries_are_gone_before_the_blocks_need_room(monkeypatch: pytest.Monkey
         assert len(seen) == 5
         assert not any(ref() is not None for ref in seen)
         given_back.append(True)
-        return blocks.block_level_backward(*given)
+        return blocks_backward.block_level_backward(*given)
 
     monkeypatch.setattr(backward, "carry_backward", carry_backward)
     monkeypatch.setattr(backward, "block_level_backward", block_level_backward)

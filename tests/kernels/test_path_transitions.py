@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.path import levels as tr
 from attnzoo.kernels.path.plan import blocks_in_gluon
-from attnzoo.kernels.path.portable import blocks, carry, inverse
+from attnzoo.kernels.path.portable import blocks, blocks_backward, carry, inverse
 from attnzoo.kernels.path.portable.tree import new_tree, node_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,7 +237,7 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain_d = dense.block_level_backward(*x, d)
     d.diag.add_(torch.full_like(d.diag, torch.nan).triu(1))
-    for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d, kept), plain_d, strict=True):
+    for name, a, b, c in zip("qkwb", exact_d, blocks_backward.block_level_backward(*x, d, kept), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
 
 
@@ -258,8 +258,8 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
     d = tr.Leaves(*(torch.randn_like(t) * 1e-4 for t in ours))
     out = [torch.full_like(t, torch.nan) for t in x]
-    blocks.block_level_backward(*part, d, kept, tuple(t[:1, :, 1:3] for t in out))
-    for got, new in zip(out, blocks.block_level_backward(*part, d, kept), strict=True):
+    blocks_backward.block_level_backward(*part, d, kept, tuple(t[:1, :, 1:3] for t in out))
+    for got, new in zip(out, blocks_backward.block_level_backward(*part, d, kept), strict=True):
         assert torch.equal(got[:1, :, 1:3], new)
         assert got[1:].isnan().all()
         assert got[:, :, 0].isnan().all()
@@ -273,10 +273,10 @@ def test_one_kernel_makes_all_gradients_of_a_block(monkeypatch: pytest.MonkeyPat
     d = tr.Leaves(
         *(torch.randn_like(t) for t in blocks.block_level(*x, kept)._replace(m=x[0].new_empty(1, 3, G, 40, 40)))
     )
-    one_by_one = blocks.block_level_backward(*x, d, kept)
-    monkeypatch.setattr(blocks, "block_backward_at_once", lambda *_: True)
-    monkeypatch.setattr(blocks, "path_product_bwd_kernel", None)
-    for got, want in zip(blocks.block_level_backward(*x, d, kept), one_by_one, strict=True):
+    one_by_one = blocks_backward.block_level_backward(*x, d, kept)
+    monkeypatch.setattr(blocks_backward, "block_backward_at_once", lambda *_: True)
+    monkeypatch.setattr(blocks_backward, "path_product_bwd_kernel", None)
+    for got, want in zip(blocks_backward.block_level_backward(*x, d, kept), one_by_one, strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -3,7 +3,8 @@ across programs, so the result does not depend on their order. With a gate or a 
 the row sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (hopper/): there
 programs add up, and delta stays as it is.
 
-The results are gradients of the carried operands, which carry.py and blocks.py turn into those of q, k, w and beta.
+The results are gradients of the carried operands, which carry.py and blocks_backward.py turn into those of q, k, w and
+beta.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from attnzoo.kernels.path.keeping import Made, places
 from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Tiles, Wanted, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
-from .blocks import block_level, block_level_backward
+from .blocks import block_level
+from .blocks_backward import block_level_backward
 from .carry import carry, carry_backward
 from .decayed import decayed_level
 from .decayed_backward import decayed_backward

@@ -23,7 +23,7 @@ from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
-from .blocks import Gradients
+from .blocks_backward import Gradients
 from .decayed import DecayedKept, apart, block_of, calm_groups, carried, decays, options, pairs_of
 
 
