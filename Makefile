@@ -20,7 +20,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
-	@echo "make test-transformers what uses transformers, on the oldest release that is supported"
+	@echo "make test-transformers what uses transformers, on the oldest and on the newest release that are supported"
 	@echo "make test-versions every kernel compiled with every supported Triton, for each kind of GPU (TRITONS='3.6.0 3.9.0')"
 	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
@@ -61,13 +61,18 @@ test-long: install
 		tests/test_options.py tests/test_products.py tests/test_forgetting.py tests/test_forgetting_cache.py
 	$(PYTEST) --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
-# the tests that use transformers, on the oldest release that is supported; `make test` has the newest
+# the tests that use transformers, on the oldest release that is supported and on the first that calls caches by another
+# name; `make test` has one between
 OLDEST = $(VENV)/transformers-4.57
+RENAMED = $(VENV)/transformers-5.24
+WITH_TRANSFORMERS = tests/test_hf.py tests/test_hf_generate.py tests/test_hf_forgetting.py tests/test_import.py \
+	tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
 		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
-	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) tests/test_hf.py tests/test_hf_generate.py tests/test_import.py \
-		tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(RENAMED) 'transformers==5.24.*'
+	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) $(WITH_TRANSFORMERS)
+	PYTHONPATH="$(abspath $(RENAMED))" $(PYTEST) $(WITH_TRANSFORMERS)
 
 # takes two to three hours on two cores; TRITONS names some of the releases, WHOLE=1 compiles all forms with each
 test-versions: install

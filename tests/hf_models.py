@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,3 +29,11 @@ def load(folder, **options):
 
 def ids(model):
     return "-".join(model) if isinstance(model, list) else model
+
+
+def peft_of_this_release() -> Any:
+    """PEFT, where this release of transformers takes it: 5.24 asks for a later one than there is."""
+    peft, integration = pytest.importorskip("peft"), pytest.importorskip("transformers.integrations.peft")
+    if Version(peft.__version__) < Version(integration.MIN_PEFT_VERSION):
+        pytest.skip(f"transformers {transformers.__version__} takes PEFT from {integration.MIN_PEFT_VERSION} on")
+    return peft

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hf_models import HYBRID, build, ids, load
+from hf_models import HYBRID, build, ids, load, peft_of_this_release
 
 from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.pruning import Prune
@@ -19,6 +19,7 @@ from attnzoo.registry import list_variants
 transformers = pytest.importorskip("transformers")
 
 from attnzoo.models.hf import AttnzooConfig  # noqa: E402
+from attnzoo.models.hf.cache import NAME  # noqa: E402
 from attnzoo.models.hf.config import THEIRS  # noqa: E402
 
 
@@ -213,7 +214,7 @@ def test_a_cache_beside_recomputed_blocks_is_refused(tokens):
     model = build("fox").train()
     model.gradient_checkpointing_enable()
     assert model(tokens).past_key_values is None
-    with pytest.raises(ValueError, match="use_cache, past_key_values: expected neither with gradient checkpointing"):
+    with pytest.raises(ValueError, match=f"use_cache, {NAME}: expected neither with gradient checkpointing"):
         model(tokens, use_cache=True)
     assert model.eval()(tokens, use_cache=True).past_key_values.get_seq_length() == 9
 
@@ -414,7 +415,7 @@ def test_lora_adapts_the_projections_alone(tokens):
 
 
 def test_virtual_tokens_and_rows_of_the_embedding_are_trained(tokens):
-    peft = pytest.importorskip("peft")
+    peft = peft_of_this_release()
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     for given in (

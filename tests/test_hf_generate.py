@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from hf_models import HYBRID, SOME, build, ids
+from hf_models import HYBRID, SOME, build, ids, peft_of_this_release
 
 from attnzoo.forms import memory
 
 transformers = pytest.importorskip("transformers")
 
 from attnzoo.models.hf import AttnzooForCausalLM, ModelCache  # noqa: E402
+from attnzoo.models.hf.cache import NAME, NAMES  # noqa: E402
 from attnzoo.models.hf.generate import _engines as generators  # noqa: E402
 
 
@@ -68,13 +69,23 @@ def test_beams_are_those_of_a_search_without_a_cache(attention, tokens):
     assert scores == sorted(scores)
 
 
-def test_a_cache_goes_on_where_it_stopped(tokens):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_goes_on_where_it_stopped(tokens, name):
+    """By the name of any release, in a call and in a loop."""
     model = build(HYBRID)
     whole = model(tokens).logits
     first = model(tokens[:, :5], use_cache=True)
-    second = model(tokens[:, 5:], past_key_values=first.past_key_values, logits_to_keep=1)
-    assert first.past_key_values.get_seq_length() == 9
+    assert first[NAME] is first.past_key_values
+    second = model(tokens[:, 5:], **{name: first[NAME]}, logits_to_keep=1)
+    assert first[NAME].get_seq_length() == 9
     torch.testing.assert_close(second.logits, whole[:, -1:], rtol=1e-4, atol=1e-5)
+    begun, given = model(tokens[:, :5], use_cache=True)[NAME], {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **given, **{name: begun}), model.generate(tokens, **given))
+    assert begun.get_seq_length() == 12
+    two = dict.fromkeys(NAMES, begun)
+    for call in (model.forward, model.generate):
+        with pytest.raises(ValueError, match="cache: expected None beside past_key_values"):
+            call(tokens, **two)
 
 
 @pytest.mark.parametrize("number", [-3, torch.tensor(-3), torch.tensor(6)], ids=str)
@@ -151,14 +162,14 @@ def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
     with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 3"):
         build("rope").generate(tokens, **given, budget=3)
     cache = ModelCache(model.model.new_cache())
-    with pytest.raises(ValueError, match="budget: expected None beside past_key_values"):
+    with pytest.raises(ValueError, match=f"budget: expected None beside {NAME}"):
         model.generate(tokens, **given, budget=3, past_key_values=cache)
 
 
 def test_what_a_cache_gives_up_is_refused_where_none_is_kept(tokens):
     model, given = build("alibi", attention_options={"qk_norm": "rms"}), {"max_new_tokens": 4, "use_cache": False}
     for more in ({"evict": 0.1}, {"past_key_values": ModelCache(model.model.new_cache())}):
-        with pytest.raises(ValueError, match="use_cache: expected True beside past_key_values, evict or budget, got F"):
+        with pytest.raises(ValueError, match=f"use_cache: expected True beside {NAME}, evict or budget, got F"):
             model.generate(tokens, **given, **more)
 
 
@@ -215,7 +226,7 @@ def test_the_engine_is_kept_until_another_one_is_needed(tokens):
 
 def test_the_engine_has_the_adapters_of_the_call(tokens):
     """What a GPU has recorded adds the adapters of then, whatever the model's settings are by now."""
-    peft = pytest.importorskip("peft")
+    peft = peft_of_this_release()
     model, given = build("fox"), {"max_new_tokens": 6, "do_sample": False, "engine": True}
     alone = model.generate(tokens, **given)
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=64))
@@ -229,7 +240,7 @@ def test_the_engine_has_the_adapters_of_the_call(tokens):
 
 
 def test_a_model_in_training_drops_nothing_on_the_engine(tokens):
-    peft = pytest.importorskip("peft")
+    peft = peft_of_this_release()
     model, given = build("fox"), {"max_new_tokens": 12, "do_sample": False, "engine": True}
     drops = {"lora_dropout": 0.6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     model.add_adapter(peft.LoraConfig(lora_alpha=64, **drops))
@@ -326,8 +337,9 @@ def test_another_kind_of_cache_is_refused_by_name(tokens):
 
 
 def test_a_foreign_cache_is_refused(tokens):
-    with pytest.raises(TypeError, match="past_key_values: expected .*ModelCache, got DynamicCache"):
-        build()(tokens, past_key_values=transformers.DynamicCache())
+    for name in NAMES:
+        with pytest.raises(TypeError, match=f"{name}: expected .*ModelCache, got DynamicCache"):
+            build()(tokens, **{name: transformers.DynamicCache()})
 
 
 @pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this release has none")

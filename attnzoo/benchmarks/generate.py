@@ -209,6 +209,8 @@ def measure_llama(model: Any, static: bool, batch: int, tokens: int) -> dict[str
     """As ``measure``; with the static cache, a compiled step."""
     from transformers import DynamicCache, StaticCache
 
+    from attnzoo.models.hf.cache import NAME
+
     config = model.config
     new = STEPS + WARM + 2
     size = -(-(tokens + new) // 128) * 128
@@ -223,7 +225,7 @@ def measure_llama(model: Any, static: bool, batch: int, tokens: int) -> dict[str
     place = torch.full((1,), tokens, device="cuda")
 
     def step() -> None:
-        given = {"past_key_values": cache, "use_cache": True, "position_ids": place[None], "cache_position": place}
+        given = {NAME: cache, "use_cache": True, "position_ids": place[None], "cache_position": place}
         logits = run(input_ids=token, **given).logits
         token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         place.add_(1)

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.layer.stream import LayerCache
+
+NAMES = ("past_key_values", "cache")  # until transformers 5.23, and from 5.24 on
+NAME = NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]  # by which this release passes it around
 
 
 class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
@@ -152,3 +156,18 @@ class ModelCache(Cache):  # type: ignore[misc]
         cropped = [layer._cropped(tokens) for layer in self.layers]
         for layer, kept in zip(self.layers, cropped, strict=True):
             layer._keep(kept)
+
+
+def one_cache(past_key_values: Any, cache: Any) -> ModelCache | None:
+    """What was given by either name, or None.
+
+    Raises:
+        ValueError: both.
+        TypeError: a cache of another kind.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("cache: expected None beside past_key_values, which is its other name")
+    name, found = ("past_key_values", past_key_values) if cache is None else ("cache", cache)
+    if found is not None and not isinstance(found, ModelCache):
+        raise TypeError(f"{name}: expected attnzoo.models.hf.ModelCache, got {type(found).__name__}")
+    return found

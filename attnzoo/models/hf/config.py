@@ -47,7 +47,7 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "attnzoo"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = dict(THEIRS)
 
     def __init__(self, attention: Any = "fox", **options: Any) -> None:

@@ -20,7 +20,7 @@ from attnzoo.layer.gates.matrix import RotaryAngles
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.hf.cache import ModelCache
+from attnzoo.models.hf.cache import NAME, NAMES, ModelCache, one_cache
 from attnzoo.models.hf.config import AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
 from attnzoo.models.hf.keywords import check_keywords
@@ -46,7 +46,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = list(NAMES)
     _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
 
     def __init__(self, config: AttnzooConfig) -> None:
@@ -120,10 +120,13 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 layers that give up nothing, beside a cache that was made before, or without one (`use_cache=False`).
         """
         limits = {name: x for name, x in (("evict", evict), ("budget", budget)) if x is not None}
+        given = one_cache(*(kwargs.pop(name, None) for name in NAMES))
         if limits:
             cache = ModelCache(self.model.new_cache(evict, budget))  # also says what is wrong with them
-            if kwargs.get("past_key_values") is not None:
-                raise ValueError(f"{next(iter(limits))}: expected None beside past_key_values, which has its own")
+            if given is not None:
+                raise ValueError(f"{next(iter(limits))}: expected None beside {NAME}, which has its own")
+        if given is not None:
+            kwargs[NAME] = given
         try:
             if engine is False or (engine is None and self.device.type != "cuda"):
                 why = "engine=False" if engine is False else f"on {self.device.type} (engine=True runs it)"
@@ -140,7 +143,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             logger.info("generate runs the loop of transformers: %s", reason)
             self._check_proposals(kwargs.get("assistant_model"), generation_config, kwargs, reason)
             if limits:
-                kwargs["past_key_values"] = cache
+                kwargs[NAME] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)
         logger.info("generate ran on the engine")
         return tokens
@@ -178,11 +181,11 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(
                 f"cache_implementation: expected None or 'dynamic' (each layer has a cache of its own), got {kind!r}"
             )
-        given = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get(NAME) is not None
         if given and not generation_config.use_cache:
-            raise ValueError("use_cache: expected True beside past_key_values, evict or budget, got False")
+            raise ValueError(f"use_cache: expected True beside {NAME}, evict or budget, got False")
         if generation_config.use_cache and not given:
-            model_kwargs["past_key_values"] = ModelCache(self.model.new_cache())
+            model_kwargs[NAME] = ModelCache(self.model.new_cache())
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -216,6 +219,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        cache: ModelCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict each next token.
@@ -236,6 +240,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
             return_dict: False gives a tuple; None of these three is as the configuration says.
+            cache: what transformers calls `past_key_values` since 5.24, also in the output; one of both is given.
             **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T]; others, which collators make for
                 other models, are ignored.
 
@@ -260,32 +265,29 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             forgets = any(layer.forget is not None for layer in self.model.attentions())  # their caches keep no graph
             use_cache = getattr(self.config, "use_cache", True) and not training
             use_cache = use_cache and not (forgets and torch.is_grad_enabled())
-        if past_key_values is not None and not isinstance(past_key_values, ModelCache):
-            raise TypeError(
-                f"past_key_values: expected attnzoo.models.hf.ModelCache, got {type(past_key_values).__name__}"
-            )
-        if past_key_values is None and use_cache:
-            past_key_values = ModelCache(self.model.new_cache())
+        cache = one_cache(past_key_values, cache)
+        if cache is None and use_cache:
+            cache = ModelCache(self.model.new_cache())
         recomputed = self.gradient_checkpointing and training
-        if recomputed and past_key_values is not None:  # a second run would add its tokens again
-            raise ValueError("use_cache, past_key_values: expected neither with gradient checkpointing in training")
+        if recomputed and cache is not None:  # a second run would add its tokens again
+            raise ValueError(f"use_cache, {NAME}: expected neither with gradient checkpointing in training")
         attention_mask = _whole(attention_mask)
         positions, origin = kwargs.pop("position_ids", None), None
         if positions is not None:
             batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
-            empty = past_key_values is None or past_key_values.get_seq_length() == 0
+            empty = cache is None or cache.get_seq_length() == 0
             if attention_mask is None and cu_seq_lens_q is None and empty:
                 cu_seq_lens_q = borders(positions)
             if cu_seq_lens_q is not None:
                 check_borders(positions, cu_seq_lens_q)
             else:
-                origin = follow(positions, batch, attention_mask, past_key_values)
+                origin = follow(positions, batch, attention_mask, cache)
         if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:
             raise ValueError(
                 "seq_idx: expected position_ids or cu_seq_lens_q beside it, which say where packed sequences start"
             )
         states: list[Tensor] | None = [] if output_hidden_states else None
-        memories = None if past_key_values is None else past_key_values.memories
+        memories = None if cache is None else cache.memories
         with AllOrNone(memories or ()):
             x = self.model.hidden(
                 input_ids,
@@ -305,13 +307,13 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        if past_key_values is not None and origin is not None:
-            past_key_values.origin = origin
+        if cache is not None and origin is not None:
+            cache.origin = origin
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=None if states is None else tuple(states),
+            **{NAME: cache if use_cache else None},
         )
         return out.to_tuple() if return_dict is False else out
 
