@@ -340,6 +340,9 @@ def test_a_foreign_cache_is_refused(tokens):
     for name in NAMES:
         with pytest.raises(TypeError, match=f"{name}: expected .*ModelCache, got DynamicCache"):
             build()(tokens, **{name: transformers.DynamicCache()})
+    model = build()
+    with pytest.raises(TypeError, match="forward: expected a cache as past_key_values or cache, got one as 'memory'"):
+        model(tokens, memory=ModelCache(model.model.new_cache()))
 
 
 @pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this release has none")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import Cache
 
 from attnzoo.errors import nearest
 
@@ -14,17 +17,19 @@ OTHERS = frozenset({
 CLOSE = 0.8  # of two words' letters; "attention_masks" and "label" are, "pixel_values" is not
 
 
-def check_keywords(given: Iterable[str], parameters: Collection[str]) -> None:
-    """Misspelt parameters are not taken for keywords of others, which are ignored.
+def check_keywords(given: Mapping[str, Any], parameters: Collection[str]) -> None:
+    """Misspelt parameters are not taken for keywords of others, which are ignored; nor are caches by another name.
 
     Args:
-        given: names that are none of the parameters.
+        given: keywords that are none of the parameters.
         parameters: of `forward`.
 
     Raises:
-        TypeError: a name that is nearly one of a parameter or of a keyword that counts.
+        TypeError: a name that is nearly one of a parameter or of a keyword that counts, or a cache.
     """
-    for name in given:
+    for name, x in given.items():
+        if isinstance(x, Cache):  # a loop that a later release wrote would lose what came before
+            raise TypeError(f"forward: expected a cache as past_key_values or cache, got one as {name!r}")
         if name not in OTHERS:
             near = nearest(name, sorted({*parameters, *OTHERS}), CLOSE)
             if near:

@@ -245,7 +245,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 other models, are ignored.
 
         Raises:
-            TypeError: a keyword that is nearly a parameter (`attention_masks`), or a cache of another kind.
+            TypeError: a keyword that is nearly a parameter (`attention_masks`), or a cache of another kind or name.
             ValueError: inputs that the decoder refuses, labels of another shape, kind or vocabulary, attention matrices
                 asked for, a cache beside gradient checkpointing, or positions of another shape, or that neither rise
                 by one nor begin again; beside a mask, they rise by one from token to token that it keeps, and beside
