@@ -65,8 +65,8 @@ test-long: install
 # name; `make test` has one between
 OLDEST = $(VENV)/transformers-4.57
 RENAMED = $(VENV)/transformers-5.24
-WITH_TRANSFORMERS = tests/test_hf.py tests/test_hf_generate.py tests/test_hf_forgetting.py tests/test_import.py \
-	tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
+WITH_TRANSFORMERS = tests/test_hf.py tests/test_hf_training.py tests/test_hf_generate.py tests/test_hf_forgetting.py \
+	tests/test_import.py tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
 		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
