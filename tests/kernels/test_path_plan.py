@@ -10,7 +10,7 @@ import torch
 from attnzoo.kernels.common.device import GLUON, Machine
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
-from attnzoo.kernels.path.plan import Call, override, plan
+from attnzoo.kernels.path.plan import Call, block_backward_at_once, blocks_in_gluon, override, plan
 
 HOPPER, AMPERE = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6))
 CALL = Call(T=1000, K=64, V=128, dtype=torch.bfloat16, decay_gradient=True)
@@ -68,3 +68,13 @@ def test_tiles_follow_capability_pruning_and_triton() -> None:
     assert not decide(Machine((9, 0), (3, 3)), K=128).of("fwd").tma  # no host-side descriptors yet
     assert decide(K=64, V=64, shortened=True).of("fwd") != decide(K=64, V=64).of("fwd")
     assert decide(AMPERE).of("fwd") == decide(Machine((12, 3), (3, 6))).of("fwd")
+
+
+def test_which_kernels_make_a_block_and_its_gradients() -> None:
+    others = (AMPERE, Machine((10, 0), (3, 7)), Machine((9, 0), (3, 7), rocm=True))
+    assert blocks_in_gluon(128, torch.bfloat16, HOPPER)
+    assert block_backward_at_once(torch.bfloat16, HOPPER)
+    assert block_backward_at_once(torch.bfloat16, Machine((9, 0), (3, 3)))  # no Gluon in it
+    for dtype, machine in ((torch.float16, HOPPER), (torch.float32, HOPPER), *((torch.bfloat16, x) for x in others)):
+        assert not blocks_in_gluon(128, dtype, machine)
+        assert not block_backward_at_once(dtype, machine)
