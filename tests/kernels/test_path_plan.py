@@ -75,6 +75,7 @@ def test_which_kernels_make_a_block_and_its_gradients() -> None:
     assert blocks_in_gluon(128, torch.bfloat16, HOPPER)
     assert block_backward_at_once(torch.bfloat16, HOPPER)
     assert block_backward_at_once(torch.bfloat16, Machine((9, 0), (3, 3)))  # no Gluon in it
+    assert not block_backward_at_once(torch.bfloat16, Machine((9, 0), (3, 8)))
     for dtype, machine in ((torch.float16, HOPPER), (torch.float32, HOPPER), *((torch.bfloat16, x) for x in others)):
         assert not blocks_in_gluon(128, dtype, machine)
         assert not block_backward_at_once(dtype, machine)
