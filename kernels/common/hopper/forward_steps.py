@@ -139,12 +139,24 @@ def last_step(b_o, b_ph, ring, n, BS: gl.constexpr, BV: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
+def normalized(b_o, b_l, L_O: gl.constexpr):
+    """Sums of weights times v over the sums of weights. # [BR, BV]"""
+    return b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+
+
+@gluon.jit
+def store_lse(b_m, b_l, p_lse, r, T, BR: gl.constexpr, L_S: gl.constexpr):
+    """The log2-sum-exp of BR rows from r on."""
+    o_r = r + gl.arange(0, BR, gl.SliceLayout(1, L_S))
+    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+
+
+@gluon.jit
 def store_rows(b_o, b_m, b_l, p_o, p_rest, p_lse, stride, r, T, V: gl.constexpr, BR: gl.constexpr, BV: gl.constexpr,
                HAS_REST: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
     """The results of BR rows from r on, where a row of p_o and p_rest has ``stride`` elements."""
     L_W: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
-    L_R: gl.constexpr = gl.SliceLayout(1, L_S)
-    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+    b_o = normalized(b_o, b_l, L_O)
     b_oh = b_o.to(p_o.dtype.element_ty)
     o_t, o_v = r + gl.arange(0, BR, gl.SliceLayout(1, L_W)), gl.arange(0, BV, gl.SliceLayout(0, L_W))
     p_ot = o_t[:, None].to(gl.int64) * stride + o_v[None, :]
@@ -153,5 +165,4 @@ def store_rows(b_o, b_m, b_l, p_o, p_rest, p_lse, stride, r, T, V: gl.constexpr,
     if HAS_REST:  # what the rounding dropped
         b_rest = (b_o - b_oh.to(gl.float32)).to(p_rest.dtype.element_ty)
         gl.store(p_rest + p_ot, gl.convert_layout(b_rest, L_W), mask=m_o)
-    o_r = r + gl.arange(0, BR, L_R)
-    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+    store_lse(b_m, b_l, p_lse, r, T, BR, L_S)

@@ -23,8 +23,10 @@ from attnzoo.kernels.common.hopper.forward_steps import (
     last_step,
     load_ring_keys,
     load_ring_values,
+    normalized,
     softmax_step,
     start_scores,
+    store_lse,
     tile_weights,
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
@@ -107,7 +109,7 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
 def _store(b_o, b_m, b_l, d_o, d_rest, o_s, rest_s, p_lse, i_b, i_h, r, T, BR: gl.constexpr, BV: gl.constexpr,
            HAS_REST: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
     """The results of BR rows from r on leave through shared memory while the next task begins."""
-    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+    b_o = normalized(b_o, b_l, L_O)
     b_oh = b_o.to(o_s.dtype)
     tma.store_wait(0)  # those of the task before
     barrier()
@@ -118,8 +120,7 @@ def _store(b_o, b_m, b_l, d_o, d_rest, o_s, rest_s, p_lse, i_b, i_h, r, T, BR: g
     tma_store(d_o, [i_b, r, i_h, 0], o_s)
     if HAS_REST:
         tma_store(d_rest, [i_b, r, i_h, 0], rest_s)
-    o_r = r + gl.arange(0, BR, gl.SliceLayout(1, L_S))
-    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+    store_lse(b_m, b_l, p_lse, r, T, BR, L_S)
 
 
 @gluon.jit

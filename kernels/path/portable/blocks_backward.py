@@ -1,7 +1,7 @@
 """Gradients of the block level (``blocks.py``), one program per block and key head.
 
-path_block_bwd_kernel starts from diag, qb and kb, and path_product_bwd_kernel from M and X; on Hopper the first does
-all of it.
+path_block_bwd_kernel starts from diag, qb and kb, and path_product_bwd_kernel from M and X; where the plan says so, the
+first does all of it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ def _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C: tl.constexpr, NG: tl.cons
 
 
 @triton.jit
-def _product_bwd(d_w, d_x, b_w, d_m, b_v, b_x, b_beta, o_c, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-                 NW: tl.constexpr, NG: tl.constexpr, DT: tl.constexpr, DV: tl.constexpr):  # fmt: skip
-    """dW and dbeta: the gradient of M is added to dX and dW, and dX taken through the inverse. # [C, BK], [C]
+def _product_bwd(d_w, d_x, b_w, b_x, p_dm, p_v, p_beta, p_dbeta, o_c, o_k, R, stride_bt, stride_dbt,
+                 K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
+                 DT: tl.constexpr, DV: tl.constexpr):  # fmt: skip
+    """dW, and dbeta, stored: the gradient of M is added to dX and dW, and dX taken through the inverse. # [C, BK]
+
+    All pointers are at the block.
 
     With F = -W dM^T and S = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1):
 
@@ -74,6 +77,10 @@ def _product_bwd(d_w, d_x, b_w, d_m, b_v, b_x, b_beta, o_c, K: tl.constexpr, BK:
 
     What goes through V twice is of dtype DV, brought near 1: there roundings are amplified most.
     """
+    m_c, m_k = o_c < R, o_k < K
+    d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
+    b_beta = tl.load(p_beta + o_c.to(tl.int64) * stride_bt, mask=m_c, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + o_c[:, None] * C + o_c[None, :])
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     b_f = -_mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
     b_wm = -_mm(b_w, d_m, wide, NW, NG, DT)
@@ -90,7 +97,9 @@ def _product_bwd(d_w, d_x, b_w, d_m, b_v, b_x, b_beta, o_c, K: tl.constexpr, BK:
         d_s = d_s.to(DT)
     d_w = _mm(tl.trans(b_x), b_f, d_w, NG, NG, DT)
     d_w = _mm(tl.trans(d_s), b_w, _mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
-    return _mm(b_x, b_wm, d_w, NG, NG, DT), d_beta
+    d_w = _mm(b_x, b_wm, d_w, NG, NG, DT)
+    tl.store(p_dbeta + o_c.to(tl.int64) * stride_dbt, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
+    return d_w
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -182,14 +191,12 @@ def path_block_bwd_kernel(
         d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
     d_w = _mm(tl.trans(d_kw), b_k, _mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
     if WHOLE:
-        m_k = o_k < K
         p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
-        d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
-        b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=o_c < R, other=0.0)
-        d_w, d_beta = _product_bwd(d_w, d_x, b_w, d_m, tl.load(p_v + o_cc), b_x, b_beta.to(tl.float32), o_c, K, BK, C,
-                                   NW, NG, DT, DV)  # fmt: skip
-        p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
-        tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=o_c < R)
+        p_v += ((i_b * n_c + i_c) * G + i_g) * (C * C)
+        p_beta += i_b * stride_bb + i_g * stride_bh + r * stride_bt
+        p_dbeta += i_b * stride_dbb + i_g * stride_dbh + r * stride_dbt
+        d_w = _product_bwd(d_w, d_x, b_w, b_x, p_dm, p_v, p_beta, p_dbeta, o_c, o_k, R, stride_bt, stride_dbt, K, BK, C,
+                           NW, NG, DT, DV)  # fmt: skip
     p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
@@ -207,21 +214,18 @@ def path_product_bwd_kernel(
     i_bg, i_c = head_and_tile(n_c)
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
-    m_c, m_k = o_c < T - i_c * C, o_k < K
     r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    b_w = load_tile(p_w, o_c, o_k, stride_wt, T - i_c * C, K, BK, True)  # [C, BK]
+    i_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C)
+    o_cc = i_cc + o_c[:, None] * C + o_c[None, :]
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
-    d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
-    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
-    b_beta = b_beta.to(tl.float32)
-    b_v, b_x = tl.load(p_v + o_cc), tl.load(p_x + o_cc)  # [C, C]
-    d_w, d_beta = _product_bwd(tl.zeros([C, BK], tl.float32), tl.load(p_dx + o_cc), b_w, d_m, b_v, b_x, b_beta, o_c, K,
-                               BK, C, NW, NG, DT, DV)  # fmt: skip
-    p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
-    tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
-    m_ck = m_c[:, None] & m_k[None, :]
+    p_beta += i_b * stride_bb + i_g * stride_bh + r * stride_bt
+    p_dbeta += i_b * stride_dbb + i_g * stride_dbh + r * stride_dbt
+    d_w = _product_bwd(tl.zeros([C, BK], tl.float32), tl.load(p_dx + o_cc), b_w, tl.load(p_x + o_cc), p_dm, p_v + i_cc,
+                       p_beta, p_dbeta, o_c, o_k, R, stride_bt, stride_dbt, K, BK, C, NW, NG, DT, DV)  # fmt: skip
+    m_ck = (o_c < R)[:, None] & (o_k < K)[None, :]
     p_part += i_b * stride_pb + i_g * stride_ph + r * stride_pt + o_c[:, None] * stride_pt + o_k[None, :]
     d_w += tl.load(p_part, mask=m_ck, other=0.0)
     p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
@@ -259,14 +263,11 @@ def block_level_backward(
         NX=1 if fine else 2, DT=dtype, DV=tl.float32 if exact else tl.float16, WHOLE=whole, num_stages=1,
         **launch("block_bwd", K),
     )  # fmt: skip
-    if dw is None or dbeta is None:
-        return dq, dk, None, None
-    if whole:
-        return out
-    path_product_bwd_kernel[(n * B * G,)](
-        w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
-        *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
-        NG=2 if fine else 1, DT=dtype, DV=tl.float32 if exact else tl.float16, num_stages=1,
-        **launch("product_bwd", K),
-    )  # fmt: skip
-    return dq, dk, dw, dbeta
+    if dw is not None and dbeta is not None and not whole:
+        path_product_bwd_kernel[(n * B * G,)](
+            w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
+            *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
+            NG=2 if fine else 1, DT=dtype, DV=tl.float32 if exact else tl.float16, num_stages=1,
+            **launch("product_bwd", K),
+        )  # fmt: skip
+    return out
