@@ -17,6 +17,11 @@ SOME = ["fox", "path_fox", "complex_linear", "retnet", "gated_deltanet", HYBRID]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
 def build(attention="fox", seed=0, **options):
     torch.manual_seed(seed)
     config = AttnzooConfig(attention, **{**SIZES, "pad_token_id": 0, "eos_token_id": None, **options})

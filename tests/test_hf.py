@@ -17,15 +17,10 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.registry import list_variants
 
 transformers = pytest.importorskip("transformers")
+pytest_plugins = ("hf_models",)
 
 from attnzoo.models.hf import AttnzooConfig  # noqa: E402
 from attnzoo.models.hf.config import THEIRS  # noqa: E402
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-
 
 # configuration
 

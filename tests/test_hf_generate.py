@@ -11,15 +11,12 @@ from hf_models import HYBRID, SOME, build, ids, peft_of_this_release
 from attnzoo.forms import memory
 
 transformers = pytest.importorskip("transformers")
+pytest_plugins = ("hf_models",)
 
 from attnzoo.models.hf import AttnzooForCausalLM, ModelCache  # noqa: E402
-from attnzoo.models.hf.cache import NAME, NAMES  # noqa: E402
+from attnzoo.models.hf.cache import NAME  # noqa: E402
+from attnzoo.models.hf.config import CACHE_NAMES  # noqa: E402
 from attnzoo.models.hf.generate import _engines as generators  # noqa: E402
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("attention", SOME, ids=ids)
@@ -69,7 +66,7 @@ def test_beams_are_those_of_a_search_without_a_cache(attention, tokens):
     assert scores == sorted(scores)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHE_NAMES)
 def test_a_cache_goes_on_where_it_stopped(tokens, name):
     """By the name of any release, in a call and in a loop."""
     model = build(HYBRID)
@@ -82,7 +79,7 @@ def test_a_cache_goes_on_where_it_stopped(tokens, name):
     begun, given = model(tokens[:, :5], use_cache=True)[NAME], {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(tokens, **given, **{name: begun}), model.generate(tokens, **given))
     assert begun.get_seq_length() == 12
-    two = dict.fromkeys(NAMES, begun)
+    two = dict.fromkeys(CACHE_NAMES, begun)
     for call in (model.forward, model.generate):
         with pytest.raises(ValueError, match="cache: expected None beside past_key_values"):
             call(tokens, **two)
@@ -337,7 +334,7 @@ def test_another_kind_of_cache_is_refused_by_name(tokens):
 
 
 def test_a_foreign_cache_is_refused(tokens):
-    for name in NAMES:
+    for name in CACHE_NAMES:
         with pytest.raises(TypeError, match=f"{name}: expected .*ModelCache, got DynamicCache"):
             build()(tokens, **{name: transformers.DynamicCache()})
     model = build()

@@ -7,13 +7,9 @@ import torch
 from hf_models import HYBRID, build, ids, peft_of_this_release
 
 transformers = pytest.importorskip("transformers")
+pytest_plugins = ("hf_models",)
 
 from attnzoo.models.hf.cache import NAME  # noqa: E402
-
-
-@pytest.fixture
-def tokens():
-    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def test_loss_is_that_of_the_decoder_with_shifted_targets(tokens):

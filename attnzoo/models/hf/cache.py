@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.layer.stream import LayerCache
+from attnzoo.models.hf.config import CACHE_NAMES
 
-NAMES = ("past_key_values", "cache")  # until transformers 5.23, and from 5.24 on
-NAME = NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]  # by which this release passes it around
+NAME = CACHE_NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]  # by which this release passes it around
 
 
 class LayerMemory(CacheLayerMixin):  # type: ignore[misc]

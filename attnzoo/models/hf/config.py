@@ -15,6 +15,7 @@ from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GATES, gate_options
 from attnzoo.models.config import ModelConfig
 
+CACHE_NAMES = ("past_key_values", "cache")  # of keywords and outputs, until transformers 5.23 and from 5.24 on
 THEIRS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -47,7 +48,7 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "attnzoo"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = list(CACHE_NAMES)
     attribute_map: ClassVar[dict[str, str]] = dict(THEIRS)
 
     def __init__(self, attention: Any = "fox", **options: Any) -> None:

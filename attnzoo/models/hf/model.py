@@ -20,8 +20,8 @@ from attnzoo.layer.gates.matrix import RotaryAngles
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.hf.cache import NAME, NAMES, ModelCache, one_cache
-from attnzoo.models.hf.config import AttnzooConfig
+from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
+from attnzoo.models.hf.config import CACHE_NAMES, AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
 from attnzoo.models.hf.keywords import check_keywords
 from attnzoo.models.hf.positions import borders, check_borders, check_shape, follow
@@ -46,7 +46,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
-    _skip_keys_device_placement: ClassVar[list[str]] = list(NAMES)
+    _skip_keys_device_placement: ClassVar[list[str]] = list(CACHE_NAMES)
     _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
 
     def __init__(self, config: AttnzooConfig) -> None:
@@ -120,7 +120,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 layers that give up nothing, beside a cache that was made before, or without one (`use_cache=False`).
         """
         limits = {name: x for name, x in (("evict", evict), ("budget", budget)) if x is not None}
-        given = one_cache(*(kwargs.pop(name, None) for name in NAMES))
+        given = one_cache(*(kwargs.pop(name, None) for name in CACHE_NAMES))
         if limits:
             cache = ModelCache(self.model.new_cache(evict, budget))  # also says what is wrong with them
             if given is not None:
