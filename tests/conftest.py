@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from quick_interpreter import quicken
 from thinning import left_out
 
-pytest.register_assert_rewrite("command_line")
+pytest.register_assert_rewrite("command_line", "hf_models")
 torch.set_num_threads(1)
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:  # in a job in the background; the tests send them
