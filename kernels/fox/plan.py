@@ -10,6 +10,7 @@ import torch
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import Machine, not_gluon
+from attnzoo.kernels.common.launching import head_block
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
@@ -37,6 +38,7 @@ HOPPER_BACKWARD = {
     64: Tiles(64, 64, 4, 3, maxnreg=128, tma=True, heads=2),
     128: Tiles(64, 128, 8, 2, tma=True, heads=4),
 }
+APART_ROWS = 1 << 15  # of the query heads that share keys, from which on each has programs of its own there
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},
@@ -82,6 +84,15 @@ def plan(call: Call, machine: Machine) -> Plan:
 def few_rows(T: int, S: int, rep: int) -> bool:
     """Whether there are so few rows that the keys are split."""
     return T * rep <= SPLIT_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
+
+
+def heads_apart(T: int, rep: int, K: int, V: int, pruned: bool) -> bool:
+    """Whether Hopper's backward gives each of ``rep`` query heads that share keys programs of its own, which add up.
+
+    A program of all of them goes through one after the other, and programs drift apart: what they read and add to then
+    leaves the L2 cache. What pruning leaves is read while it is there.
+    """
+    return not pruned and rep > 2 and rep * T >= APART_ROWS and head_block(K) == head_block(V)
 
 
 @functools.lru_cache(maxsize=1024)

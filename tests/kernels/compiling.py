@@ -179,6 +179,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                             functools.partial(path.path_attention, *qkv, w=w, beta=beta, log_decay=g, impl="triton",
                                               **given),
                         )  # fmt: skip
+            many, alone = x(1, 8192, 4, K), x(1, 8192, 1, K)
+            yield (
+                f"fox {kind} {K} shared keys",
+                functools.partial(fox.fox_attention, many, alone, alone, log_decay=wide(1, 8192, 4), impl="triton"),
+            )
             narrow = x(1, 512, 2, 32)
             yield (
                 f"fox {kind} {K} narrow values",

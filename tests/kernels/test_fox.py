@@ -269,6 +269,7 @@ ONE_PASS = [
     Case(T=130, S=130, K=64, V=64, gate="shut"),
     Case(T=700, S=700, K=64, V=64, gate="const_shut", sink=True),
     Case(T=900, S=900, H=4, G=2, K=128, V=128, gate="const_shut", options={"prune": Prune()}),
+    Case(T=900, S=900, H=8, G=2, K=128, V=128, gate="strong", options={"prune": Prune()}),
     # more blocks of rows than a GPU has multiprocessors
     Case(B=2, T=1300, S=1300, H=16, G=8, K=128, V=128, sink=True),
     Case(B=2, T=1250, S=1400, H=16, G=16, K=128, V=128, gate="strong", options={"prune": Prune()}),
@@ -292,6 +293,23 @@ def test_one_pass_and_two_kernels_within_budget(
 
         monkeypatch.setattr("attnzoo.kernels.fox.op.plan", functools.partial(portable, **forced))
         within_budget(case, x, triton(case, x, None))
+
+
+APART = [
+    Case(B=2, T=700, S=901, H=8, G=2, K=64, V=64, gate="open"),
+    Case(T=900, S=900, H=8, G=2, K=128, V=128, gate="strong"),
+    Case(T=700, S=700, H=3, K=72, V=120, gate="none", sink=True),
+    Case(T=130, S=300, H=4, K=64, V=128, gate="open"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_query_heads_with_programs_of_their_own_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calls of many rows have them where query heads share keys."""
+    monkeypatch.setattr(plan, "APART_ROWS", 0)
+    x = inputs(case, torch.bfloat16)
+    within_budget(case, x, triton(case, x, None))
 
 
 @pytest.mark.gpu

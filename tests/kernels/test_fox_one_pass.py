@@ -53,6 +53,22 @@ def test_dq_and_row_sums_reach_their_places(T: int, K: int, BK: int, sink: bool)
     assert torch.equal(columns[:, :, : S - T], dkey[:, :, : S - T])
 
 
+@pytest.mark.parametrize(("S", "K", "V", "BK"), [(130, 40, 64, 64), (201, 100, 72, 128)])
+def test_sums_of_heads_reach_dk_and_dv(S: int, K: int, V: int, BK: int) -> None:
+    """What query heads have added up tile by tile, as the products' threads hold it, comes out per key."""
+    from attnzoo.kernels.fox.hopper import backward as one_pass
+
+    G, BS = 2, HOPPER_BACKWARD[BK].BS
+    N, W = B * G * -(-S // BS), BS // 16
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(2, B, G, -(-S // BS) * BS, BK, generator=generator).to(DEVICE)
+    held = sums.view(2, N, W, 2, 8, BK // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
+    dk, dv = (torch.full((B, S, G, D), float("nan"), device=DEVICE) for D in (K, V))
+    one_pass.fox_keys_kernel[(N,)](held, dk, dv, S, N, 0.5, G=G, K=K, V=V, BK=BK, BS=BS)
+    for got, want in zip((dk, dv), (0.5 * sums[0], sums[1]), strict=True):
+        assert torch.equal(got, want[:, :, :S, : got.shape[3]].transpose(1, 2))
+
+
 @pytest.mark.parametrize("o_rest", [False, True])
 def test_delta_takes_the_dropped_part_of_the_output(o_rest: bool) -> None:
     from attnzoo.kernels.fox.hopper import backward as one_pass

@@ -12,7 +12,7 @@ from fox_cases import SMALL, Case, inputs, triton
 from attnzoo.kernels.common import checks, plans
 from attnzoo.kernels.common.device import GLUON, Machine, sums_over_loops
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.fox.plan import Call, override, plan
+from attnzoo.kernels.fox.plan import Call, heads_apart, override, plan
 
 HOPPER, AMPERE, INTERPRETER = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6)), Machine((0, 0), (3, 7))
 CALL = Call(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, gate_gradient=True)
@@ -67,6 +67,15 @@ def test_forwards() -> None:
         (1, 256, 1, True), (8, 4096, 8, True), (1, 200, 1, False), (64, 64, 1, False), (16, 4096, 8, False),
     ):  # fmt: skip
         assert (decide(T=T, S=S, rep=rep).forward == "split") == split
+
+
+def test_query_heads_that_share_keys_work_apart_where_their_rows_are_many() -> None:
+    assert heads_apart(16384, 4, 128, 128, pruned=False)
+    assert heads_apart(4096, 8, 64, 33, pruned=False)
+    assert not heads_apart(16384, 4, 128, 128, pruned=True)
+    assert not heads_apart(16384, 2, 128, 128, pruned=False)
+    assert not heads_apart(4096, 4, 128, 128, pruned=False)
+    assert not heads_apart(16384, 8, 64, 128, pruned=False)  # dK and dV leave through one place
 
 
 def test_forced_tiles() -> None:

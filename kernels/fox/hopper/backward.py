@@ -15,7 +15,7 @@ from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, ga
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
-from attnzoo.kernels.fox.plan import HOPPER_BACKWARD
+from attnzoo.kernels.fox.plan import HOPPER_BACKWARD, heads_apart
 
 from .backward_kernel import fox_bwd_hopper_kernel
 
@@ -83,6 +83,24 @@ def fox_finish_kernel(
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
 
 
+@triton.jit(do_not_specialize=["S", "N"])
+def fox_keys_kernel(p_tiles, p_dk, p_dv, S, N, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                    BK: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """dK [B, S, G, K] and dV [B, S, G, V] from N tiles of each, where heads have added up theirs."""
+    i = tl.program_id(0)
+    i_bg, i_s = i // tl.cdiv(S, BS), i % tl.cdiv(S, BS)
+    o_s, o_k = i_s * BS + tl.arange(0, BS), tl.arange(0, BK)
+    o_r = ((i_bg // G).to(tl.int64) * S + o_s) * G + i_bg % G
+    for n in tl.static_range(2):
+        b_x = tl.load(p_tiles + (n * N + i).to(tl.int64) * (BS * BK) + tl.arange(0, BS * BK))
+        b_x = tile_order(b_x, BS, BK, BS // 16, 1)
+        if n == 0:
+            p_x, D, b_x = p_dk + o_r[:, None] * K + o_k[None, :], K, b_x * scale
+        else:
+            p_x, D = p_dv + o_r[:, None] * V + o_k[None, :], V
+        tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=(o_s < S)[:, None] & (o_k < D)[None, :])
+
+
 def fox_backward_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
@@ -91,7 +109,7 @@ def fox_backward_hopper(
     """As ``portable.backward.fox_backward``, where the plan says so.
 
     o_rest [B, T, H, V] is what the rounding of o dropped; the gate's gradient is not exact without it.
-    Works on B H T K float32 numbers beside its results. Not deterministic.
+    Works on B H T K float32 numbers beside its results, and on 2 B G S K more where heads are apart. Not deterministic.
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
@@ -115,21 +133,29 @@ def fox_backward_hopper(
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
+    apart = heads_apart(T, H // G, K, V, start is not None)
     end, full, order = lse, lse, head_order(start, G)
     if since is not None or start is not None:
         end, full, _ = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
-    d_k, d_v, d_dv = (gluon_descriptor(y, t.BS) for y in (k, v, dv))
-    fox_bwd_hopper_kernel[(cdiv(S, t.BS) * B * G,)](
-        gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows,
-        plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), dk if unrounded else gluon_descriptor(dk, t.BS), d_dv,
-        sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
+    d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
+    n_tasks, d_dk, d_dv = B * G, dk if unrounded else gluon_descriptor(dk, t.BS), gluon_descriptor(dv, t.BS)
+    if apart:  # query heads add up their parts of dk and dv in float32, tile by tile
+        key_tiles = lse.new_zeros((2, B * G * cdiv(S, t.BS) * t.BS * BK // 256, 256))
+        n_tasks, (d_dk, d_dv) = B * H, (plain_descriptor(y, tile) for y in key_tiles)
+    fox_bwd_hopper_kernel[(cdiv(S, t.BS) * n_tasks,)](
+        gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles, tile),
+        d_dk, d_dv, sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
         lse if order is None else order, end, full, T, S,
-        min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
+        min(t.heads, n_tasks), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
         BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
         HAS_START=start is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
-        num_warps=t.num_warps, maxnreg=t.maxnreg,
+        APART=apart, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
+    if apart:
+        fox_keys_kernel[(cdiv(S, t.BS) * B * G,)](
+            key_tiles, dk, dv, S, B * G * cdiv(S, t.BS), scale, G=G, K=K, V=V, BK=BK, BS=t.BS, num_warps=8
+        )
     M = t.BT // 16
     fox_finish_kernel[(B * H * cdiv(T, t.BT),)](
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,

@@ -1,9 +1,10 @@
 """Backward in one pass for Hopper, in Gluon: five products where the two portable kernels need seven.
 
-A program owns 128 keys, at head dims up to 64 half of them. A loader warp copies q, dO and the rows' (lse, delta, first
-key) into shared memory, a warpgroup for 64 keys each computes, and a reducer warp adds dQ of each tile to a float32
-buffer by the bulk copy engine, so the order of the sums, and the last bits of dq and of the gate's gradient, vary
-between runs.
+A program owns 128 keys, at head dims up to 64 half of them, for all query heads that share them or, if APART
+(``plan.heads_apart``), for one of them. A loader warp copies q, dO and the rows' (lse, delta, first key) into shared
+memory, a warpgroup for 64 keys each computes, and a reducer warp adds dQ of each tile, and if APART dK and dV at the
+end, to float32 buffers by the bulk copy engine. So the order of these sums, and the last bits of what comes of them and
+of the gate's gradient, vary between runs.
 
 delta is not exact here (the portable backward says why it must be for the gate), so with E_i = sum_j dS_ij, which
 should be 0, the gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off
@@ -56,7 +57,7 @@ def _row(n, tiles, BT: gl.constexpr):
 
 @gluon.jit
 def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g, p_since,
-          p_start, p_end, p_full, i_b, i_g, s, T, S, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
+          p_start, p_end, p_full, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS: gl.constexpr, H: gl.constexpr,
           BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
           HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: k and v once; per row tile q, dO, lse, delta, first keys and the gates between the frames of rows and
@@ -66,8 +67,8 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
     tma_load(d_v, [i_b, s, i_g, 0], keys_in, v_s)
     n_u, off = gl.cdiv(S, KU), S - T
     it = 0
-    for i_r in range(REP):
-        i_h = i_g * REP + i_r
+    for i_r in range(HEADS):
+        i_h = i_q + i_r
         i_bh = i_b * H + i_h
         p_unit = i_bh.to(gl.int64) * n_u
         tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
@@ -86,13 +87,14 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
 
 
 @gluon.jit
-def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP: gl.constexpr, H: gl.constexpr,
-            BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
-    """Reducer: adds each tile of dQ to the float32 buffer, where a tile is contiguous."""
+def _reduce(d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, i_q, s, T, S, HEADS: gl.constexpr,
+            G: gl.constexpr, H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
+            BOUNDED: gl.constexpr, APART: gl.constexpr):  # fmt: skip
+    """Reducer: adds each tile of dQ to the float32 buffer, where a tile is contiguous, and so dK and dV if APART."""
     n_u, n_t = gl.cdiv(S, KU), gl.cdiv(T, RU) * (RU // BT)
     it = 0
-    for i_r in range(REP):
-        i_bh = i_b * H + i_g * REP + i_r
+    for i_r in range(HEADS):
+        i_bh = i_b * H + i_q + i_r
         p_unit = i_bh.to(gl.int64) * n_u
         tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, BOUNDED)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
@@ -103,14 +105,42 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
             tma.store_wait(0)
             mbarrier.arrive(dq_empty, count=1)
             it += 1
+    if APART:
+        PARTS: gl.constexpr = BS // BT
+        n = ((i_b * G + i_g) * gl.cdiv(S, BS) + s // BS) * (PARTS * dq_s.shape[0])
+        for i in gl.static_range(2 * PARTS):
+            mbarrier.wait(dq_full, it & 1)
+            if i < PARTS:
+                tma_add(d_dk, [n + i * dq_s.shape[0], 0], dq_s)
+            else:
+                tma_add(d_dv, [n + (i - PARTS) * dq_s.shape[0], 0], dq_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            it += 1
+
+
+@gluon.jit
+def _add(b_x, dq_s, dq_full, dq_empty, it, BS: gl.constexpr, BK: gl.constexpr):
+    """Hands dK or dV to the reducer, as much at a time as a tile of dQ takes, in the order in which threads hold it."""
+    PARTS: gl.constexpr = BS * BK // (dq_s.shape[0] * dq_s.shape[1])
+    b_x = gl.permute(gl.reshape(b_x, [BS // 16, 2, 8, BK // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    parts = (b_x,)
+    if PARTS == 2:
+        parts = gl.split(gl.permute(gl.reshape(b_x, [2, dq_s.shape[0], dq_s.shape[1]]), [1, 2, 0]))
+    for i in gl.static_range(PARTS):
+        mbarrier.wait(dq_empty, ((it + i) & 1) ^ 1)
+        dq_s.store(gl.reshape(parts[i], dq_s.shape))
+        fence_async_shared()
+        mbarrier.arrive(dq_full, count=1)
+    return it + PARTS
 
 
 @gluon.jit
 def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc, p_c,
-             p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, scale, scale2, REP: gl.constexpr, H: gl.constexpr,
+             p_base, p_g, p_end, p_full, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS: gl.constexpr, H: gl.constexpr,
              K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
              KU: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
-             UNROUNDED: gl.constexpr):  # fmt: skip
+             UNROUNDED: gl.constexpr, APART: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BT // 16
@@ -123,8 +153,8 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
     b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
     n_u, off = gl.cdiv(S, KU), S - T
     it = 0
-    for i_r in range(REP):
-        i_h = i_g * REP + i_r
+    for i_r in range(HEADS):
+        i_h = i_q + i_r
         i_bh = i_b.to(gl.int64) * H + i_h
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         p_sumh = p_sum + i_bh * (gl.cdiv(T, RU) * (RU // 2))
@@ -149,19 +179,23 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
             it += 1
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
-    if UNROUNDED:  # d_dk is a pointer: float32 does not fit where k was
-        o_s, o_k = gl.arange(0, BS, gl.SliceLayout(1, L_K)), gl.arange(0, BK, gl.SliceLayout(0, L_K))
-        p_dk = d_dk + ((i_b.to(gl.int64) * S + s) * (H // REP) + i_g) * K
-        m_k = (s + o_s < S)[:, None] & (o_k < K)[None, :]
-        gl.store(p_dk + o_s[:, None] * (H // REP * K) + o_k[None, :], b_dk * scale, mask=m_k)
+    if APART:
+        it = _add(b_dk, dq_s, dq_full, dq_empty, it, BS, BK)
+        it = _add(b_dv, dq_s, dq_full, dq_empty, it, BS, BV)
     else:
-        k_s.store((b_dk * scale).to(k_s.dtype))
+        if UNROUNDED:  # d_dk is a pointer: float32 does not fit where k was
+            o_s, o_k = gl.arange(0, BS, gl.SliceLayout(1, L_K)), gl.arange(0, BK, gl.SliceLayout(0, L_K))
+            p_dk = d_dk + ((i_b.to(gl.int64) * S + s) * (H // HEADS) + i_g) * K
+            m_k = (s + o_s < S)[:, None] & (o_k < K)[None, :]
+            gl.store(p_dk + o_s[:, None] * (H // HEADS * K) + o_k[None, :], b_dk * scale, mask=m_k)
+        else:
+            k_s.store((b_dk * scale).to(k_s.dtype))
+            fence_async_shared()
+            tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
+        v_s.store(b_dv.to(v_s.dtype))
         fence_async_shared()
-        tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
-    v_s.store(b_dv.to(v_s.dtype))
-    fence_async_shared()
-    tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
-    tma.store_wait(0)
+        tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
@@ -171,14 +205,17 @@ def fox_bwd_hopper_kernel(
     H: gl.constexpr, REP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
     BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
     HAS_START: gl.constexpr, HAS_ORDER: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """dK (UNROUNDED in float32), dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of
-    rows [B, H, Tp / 2]."""
+    rows [B, H, Tp / 2]. If APART adds to dK (unscaled) and dV, too, tile by tile."""
     G: gl.constexpr = H // REP
-    i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
+    HEADS: gl.constexpr = 1 if APART else REP  # query heads of a program
+    i_s, i_n = schedule(gl.cdiv(S, BS), n_heads)
     if HAS_ORDER:
-        i_bg = gl.load(p_order + i_bg)
-    s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
+        i_n = gl.load(p_order + i_n)
+    s, i_b, i_q = i_s * BS, i_n // (H // HEADS), i_n % (H // HEADS) * HEADS
+    i_g = i_q // REP
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)
     do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BV], d_do.layout)
@@ -205,13 +242,13 @@ def fox_bwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_compute, (d_dk, d_dv, rings, k_s, v_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc,
-                        p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, scale, scale2, REP, H, K, BK, BV, BT, BS,
-                        RU, KU, GATE, HAS_SINCE or HAS_START, STAGES, UNROUNDED)),
+                        p_c, p_base, p_g, p_end, p_full, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS, H, K, BK, BV,
+                        BT, BS, RU, KU, GATE, HAS_SINCE or HAS_START, STAGES, UNROUNDED, APART)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g,
-                     p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, stride_lb, stride_lh, REP, H, BT, BS, RU, KU,
-                     GATE, HAS_SINCE, HAS_START, STAGES)),
-            (_reduce, (d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU,
-                       HAS_SINCE or HAS_START)),
+                     p_since, p_start, p_end, p_full, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS, H, BT, BS,
+                     RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
+            (_reduce, (d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, i_q, s, T, S, HEADS, G, H,
+                       BT, BS, RU, KU, HAS_SINCE or HAS_START, APART)),
         ],
         [1, 1],  # warps
         [24, 24],  # registers per thread; the products' warps get what is left, 240
