@@ -168,6 +168,7 @@ ON_GPU = [
     Case(T=1100, B=2, H=4, G=2, K=48, V=64, gate="open"),
     Case(T=2500, H=4, G=1, K=64, V=128, gate="none", beta="two"),
     Case(T=700, H=4, G=4, K=128, V=64, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=1300, H=8, G=2, K=128, V=128, gate="open", options={"prune": Prune(), "scale": 0.1}),
     Case(T=2500, H=2, G=1, K=64, V=64, gate="open", options={"prune": Prune(), "scale": 0.1}),
     Case(T=1100, K=128, V=128, cu_seqlens=(0, 1, 330, 900, 1100)),
     Case(T=1100, K=64, V=64, gate="none", cu_seqlens=(0, 640, 1100)),

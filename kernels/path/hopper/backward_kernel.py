@@ -32,12 +32,19 @@ def _stop(p_cut, i_bg, s, T, REP: gl.constexpr, BS: gl.constexpr, KU: gl.constex
 
 
 @gluon.jit
-def _level(i_l, s, stop, RU: gl.constexpr):
-    """Whether the keys from s have this level: rows r0 .. r0 + h; and its node."""
+def _level(n, n_levels, s, stop, REP: gl.constexpr, RU: gl.constexpr):
+    """The n-th level that is worked on; whether the keys from s have it: rows r0 .. r0 + h; and its node.
+
+    Where query heads share keys, the longest comes first: then programs that begin together stay at the same rows of
+    the same query head, which they find in the L2 cache.
+    """
+    i_l = n
+    if REP > 1:
+        i_l = n_levels - 1 - n
     h = RU << i_l
     u = s // (2 * h)
     r0 = (2 * u + 1) * h
-    return ((s // h) % 2 == 0) & (r0 < stop), r0, h, u
+    return i_l, ((s // h) % 2 == 0) & (r0 < stop), r0, h, u
 
 
 @gluon.jit
@@ -92,8 +99,8 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, values_in, keys_
     b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
     it = 0
     n_k = 0
-    for i_l in range(n_levels):
-        need, r0, h, u = _level(i_l, s, stop, RU)
+    for n_l in range(n_levels):
+        i_l, need, r0, h, u = _level(n_l, n_levels, s, stop, REP, RU)
         if need:
             i_lb = i_l * B + i_b
             back = (u + 1) * h  # of a row: its token minus its packed row
@@ -132,8 +139,8 @@ def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, 
     i_end, i_full = _bounds(p_end, p_full, i_bg * REP, s, T, BS, KU, BOUNDED)
     it = 0
     n_k = 0
-    for i_l in range(n_levels):
-        need, r0, h, u = _level(i_l, s, stop, RU)
+    for n_l in range(n_levels):
+        i_l, need, r0, h, u = _level(n_l, n_levels, s, stop, REP, RU)
         if need:
             i_lb = i_l * B + i_b
             back = (u + 1) * h
@@ -196,8 +203,8 @@ def _compute(d_dv, rings, k4_s, v4_s, ds_s, dq_s, values_in, keys_in, dk_full, f
     it = 0
     n_k = 0
     mbarrier.wait(values_in, 0)
-    for i_l in range(n_levels):
-        need, r0, h, u = _level(i_l, s, stop, RU)
+    for n_l in range(n_levels):
+        i_l, need, r0, h, u = _level(n_l, n_levels, s, stop, REP, RU)
         if need:
             b_k = n_k % 2
             mbarrier.wait(keys_in.index(b_k), n_k // 2 & 1)
