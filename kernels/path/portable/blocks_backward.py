@@ -24,43 +24,37 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
-def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R,
-              H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
-              NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """Q and dqb of one query head; tril(Q W^T), E = dqb W^T, dA, dQW # [C, C] each; dQ, stored. b_wk: any product."""
-    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    m_le = o_c[:, None] >= o_c[None, :]
+def _of_scores(p_da, b_acc, o_c, R, C: tl.constexpr, NG: tl.constexpr, DT: tl.constexpr):
+    """tril(dA) of one query head, laid out as the product b_acc. # [C, C]"""
     m_a = (o_c[:, None] >= o_c[None, :] // 8 * 8) & (o_c < R)[:, None]  # what one load reads at once
     d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_a, other=0.0).to(tl.float32)
-    d_a = tl.where(m_le, d_a, _zeros_as(b_wk))
-    b_q = load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
-    d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
-    d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
-    if NG == 1:
-        d_a, d_e = d_a.to(DT), d_e.to(DT)
-    d_qw = _mm(d_a, b_zt, _mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
-    b_eye = _identity(d_qw, C, DT)
-    d_qw = tl.where(m_le, -d_qw, 0.0)
-    if NG == 1:
-        d_qw = d_qw.to(DT)
-    d_q = _mm(d_qw, b_w, _mm(d_a, b_k, _mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
-    p_dq += o_c[:, None] * stride_dqt + o_k[None, :]
-    tl.store(p_dq, d_q.to(p_dq.dtype.element_ty), mask=(o_c < R)[:, None] & (o_k < K)[None, :])
-    b_qw = tl.where(m_le, _mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0)
-    if NG == 1:
-        b_qw = b_qw.to(DT)
-    return b_q, d_qb, b_qw, d_e, d_a, d_qw
+    d_a = tl.where(o_c[:, None] >= o_c[None, :], d_a, _zeros_as(b_acc))
+    return d_a.to(DT) if NG == 1 else d_a
 
 
 @triton.jit
-def _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C: tl.constexpr, NG: tl.constexpr, NX: tl.constexpr,
-             DT: tl.constexpr):  # fmt: skip
-    """d_w + dQW^T Q - (QW X)^T dqb. # [C, BK]"""
-    d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
-    b_p = -_mm_pair(b_qw, b_x, b_xl, False, tl.zeros([C, C], tl.float32), NG, NX, DT)
+def _lower(b_y, o_c, NG: tl.constexpr, DT: tl.constexpr):
+    """tril(b_y), rounded to DT if one piece is enough. # [C, C]"""
+    b_y = tl.where(o_c[:, None] >= o_c[None, :], b_y, 0.0)
+    return b_y.to(DT) if NG == 1 else b_y
+
+
+@triton.jit
+def _head_dq(p_da, p_dq, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_dqt, R, K: tl.constexpr, BK: tl.constexpr,
+             C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """E = dqb W^T, dA and dQW of one query head # [C, C] each; dQ, stored."""
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
+    d_a = _of_scores(p_da, d_e, o_c, R, C, NG, DT)
     if NG == 1:
-        b_p = b_p.to(DT)
-    return _mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
+        d_e = d_e.to(DT)
+    d_qw = _mm(d_a, b_zt, _mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
+    b_eye = _identity(d_qw, C, DT)
+    d_qw = _lower(-d_qw, o_c, NG, DT)
+    d_q = _mm(d_qw, b_w, _mm(d_a, b_k, _mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
+    p_dq += o_c[:, None] * stride_dqt + o_k[None, :]
+    tl.store(p_dq, d_q.to(p_dq.dtype.element_ty), mask=(o_c < R)[:, None] & (o_k < K)[None, :])
+    return d_e, d_a, d_qw
 
 
 @triton.jit
@@ -148,26 +142,31 @@ def path_block_bwd_kernel(
     b_zt = _mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
     if NG == 1:
         b_zt = b_zt.to(DT)
-    d_k, d_w, d_x, d_zt = wide, wide, cc, cc
+    d_k, d_w, d_zt = wide, wide, cc
     if REP == 1:
-        b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k,
-                                                    stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX,
-                                                    DT)  # fmt: skip
-        d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+        b_q = load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
+        d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
+        d_e, d_a, d_qw = _head_dq(p_da, p_dq, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_dqt, R, K, BK, C, NW,
+                                  NG, NX, DT)  # fmt: skip
+        b_qw = _lower(_mm(b_q, tl.trans(b_w), cc, 1, NW, DT), o_c, NG, DT)
+        d_x = _mm(tl.trans(b_qw), d_e, cc, NG, NG, DT)
         d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
-    else:
-        for _ in range(REP):
-            b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(
-                p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R, H, K, BK,
-                C, NW, NG, NX, DT,
-            )  # fmt: skip
-            d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+    else:  # E = dqb W^T: of all heads together QW^T E is U W^T, with U = QW^T dqb
+        b_u = wide
+        for j in range(REP):
+            b_q = load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+            d_qb = load_tile(p_dqb + j * K, o_c, o_k, H * K, R, K, BK, True)
+            b_qw = _mm(b_q, tl.trans(b_w), cc, 1, NW, DT)
+            d_a, b_qw = _of_scores(p_da + j * (C * C), b_qw, o_c, R, C, NG, DT), _lower(b_qw, o_c, NG, DT)
             d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
             d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
-            d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
-            p_q, p_dqb, p_da, p_dq = p_q + stride_qh, p_dqb + K, p_da + C * C, p_dq + stride_dqh
+            b_u = _mm(tl.trans(b_qw), d_qb, b_u, NG, 1, DT)
+        if NG == 1:
+            b_u = b_u.to(DT)
     d_kb = load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
+    if REP > 1:
+        d_x = _mm(b_u, tl.trans(b_w), cc, NG, NW, DT)
     if NG == 1:  # still two pieces: what is made of dZ goes through V again
         d_zt, d_zl = _pieces(d_zt, DT)
         d_x = _mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
@@ -188,7 +187,15 @@ def path_block_bwd_kernel(
     p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
     tl.store(p_dk, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
     if REP == 1:
-        d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+        d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+        b_p = -_mm_pair(b_qw, b_x, b_xl, False, cc, NG, NX, DT)
+        if NG == 1:
+            b_p = b_p.to(DT)
+        d_w = _mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
+    else:
+        d_w = _mm(tl.trans(-b_x), b_u, d_w, NG, NG, DT)
+        if NX == 2:
+            d_w = _mm(tl.trans(-b_xl), b_u, d_w, NG, NG, DT)
     d_w = _mm(tl.trans(d_kw), b_k, _mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
     if WHOLE:
         p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
@@ -197,6 +204,13 @@ def path_block_bwd_kernel(
         p_dbeta += i_b * stride_dbb + i_g * stride_dbh + r * stride_dbt
         d_w = _product_bwd(d_w, d_x, b_w, b_x, p_dm, p_v, p_beta, p_dbeta, o_c, o_k, R, stride_bt, stride_dbt, K, BK, C,
                            NW, NG, DT, DV)  # fmt: skip
+    if REP > 1:  # last, for what was added up before takes the registers
+        for j in range(REP):
+            d_qb = load_tile(p_dqb + j * K, o_c, o_k, H * K, R, K, BK, True)
+            _, _, d_qw = _head_dq(p_da + j * (C * C), p_dq + j * stride_dqh, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k,
+                                  stride_dqt, R, K, BK, C, NW, NG, NX, DT)  # fmt: skip
+            b_q = load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+            d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
     p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
