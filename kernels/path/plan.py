@@ -133,6 +133,11 @@ def one_pass_tiles(shortened: bool) -> Tiles:
     return dataclasses.replace(HOPPER_BACKWARD, heads=8) if shortened else HOPPER_BACKWARD
 
 
+def pair_warps(rep: int, head_dim: int) -> int:
+    """Warps of a program of the own pair of blocks, which adds up what ``rep`` query heads that share keys give."""
+    return 8 if rep > 1 and head_dim > 64 else 4
+
+
 def pair_width(t: Tiles, head_dim: int) -> int:
     """Keys per tile within the own pair of blocks, where diag takes registers besides."""
     return min(t.BS, 32) if head_dim > 64 else t.BS

@@ -64,7 +64,7 @@ def test_sums_of_heads_reach_dk_and_dv(S: int, K: int, V: int, BK: int) -> None:
     sums = torch.randn(2, B, G, -(-S // BS) * BS, BK, generator=generator).to(DEVICE)
     held = sums.view(2, N, W, 2, 8, BK // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
     dk, dv = (torch.full((B, S, G, D), float("nan"), device=DEVICE) for D in (K, V))
-    one_pass.fox_keys_kernel[(N,)](held, dk, dv, S, N, 0.5, G=G, K=K, V=V, BK=BK, BS=BS)
+    one_pass.fox_keys_kernel[(N,)](held, dk, dv, S, 0.5, G=G, K=K, V=V, BK=BK, BS=BS)
     for got, want in zip((dk, dv), (0.5 * sums[0], sums[1]), strict=True):
         assert torch.equal(got, want[:, :, :S, : got.shape[3]].transpose(1, 2))
 

@@ -7,11 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnzoo.kernels.common.hopper.releases import barrier, tma_load
+from attnzoo.kernels.common.hopper.releases import barrier, tma_add, tma_load
 
 
 @gluon.jit
@@ -42,6 +43,31 @@ def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh,
         shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
     barrier()
     mbarrier.arrive(full.index(b), count=1)
+
+
+@gluon.jit
+def held_order(b_x, M: gl.constexpr, N: gl.constexpr):
+    """A product in the order in which its M by N warps hold it (``tile_order`` undoes it): whole 16-byte writes to
+    shared memory, without bank conflicts."""
+    return gl.permute(gl.reshape(b_x, [M, 2, 8, N, b_x.shape[1] // N // 8, 4, 2]), [4, 3, 0, 2, 5, 1, 6])
+
+
+@gluon.jit
+def hand_over(b_x, x_s, full, empty, it):
+    """Hands the it-th tile to the reducer."""
+    mbarrier.wait(empty, (it & 1) ^ 1)
+    x_s.store(gl.reshape(b_x, x_s.shape))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def add_tile(d_x, row, x_s, full, empty, it):
+    """Reducer: adds the it-th tile to global memory."""
+    mbarrier.wait(full, it & 1)
+    tma_add(d_x, [row, 0], x_s)
+    tma.store_wait(0)
+    mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
@@ -96,14 +122,7 @@ def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq
         o_e = o_e[None, :] + gl.zeros([W, BT // 2], gl.int32, gl.SliceLayout(1, L_R))
         gl.atomic_add(p_sum + i // 2 + o_e, b_e, sem="relaxed")
     b_dq, b_dv = warpgroup_mma_wait(1, [b_dq, b_dv])
-    mbarrier.wait(dq_empty, (it & 1) ^ 1)
-    # In the order in which threads hold it (``tile_order`` undoes it): whole 16-byte writes without bank conflicts.
-    M: gl.constexpr = L_Q.warps_per_cta[0]
-    N: gl.constexpr = L_Q.warps_per_cta[1]
-    b_dq = gl.permute(gl.reshape(b_dq, [M, 2, 8, N, BK // N // 8, 4, 2]), [4, 3, 0, 2, 5, 1, 6])
-    dq_s.store(gl.reshape(b_dq, dq_s.shape))
-    fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
+    hand_over(held_order(b_dq, L_Q.warps_per_cta[0], L_Q.warps_per_cta[1]), dq_s, dq_full, dq_empty, it)
     b_dk = warpgroup_mma_wait(0, [b_dk])
     mbarrier.arrive(empty.index(b), count=1)
     return b_dk, b_dv, b_dc

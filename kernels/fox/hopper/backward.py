@@ -83,11 +83,11 @@ def fox_finish_kernel(
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["S", "N"])
-def fox_keys_kernel(p_tiles, p_dk, p_dv, S, N, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+@triton.jit(do_not_specialize=["S"])
+def fox_keys_kernel(p_tiles, p_dk, p_dv, S, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                     BK: tl.constexpr, BS: tl.constexpr):  # fmt: skip
-    """dK [B, S, G, K] and dV [B, S, G, V] from N tiles of each, where heads have added up theirs."""
-    i = tl.program_id(0)
+    """dK [B, S, G, K] and dV [B, S, G, V] from tiles where heads have added up theirs; one program per tile."""
+    i, N = tl.program_id(0), tl.num_programs(0)
     i_bg, i_s = i // tl.cdiv(S, BS), i % tl.cdiv(S, BS)
     o_s, o_k = i_s * BS + tl.arange(0, BS), tl.arange(0, BK)
     o_r = ((i_bg // G).to(tl.int64) * S + o_s) * G + i_bg % G
@@ -139,23 +139,23 @@ def fox_backward_hopper(
         end, full, _ = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
-    n_tasks, d_dk, d_dv = B * G, dk if unrounded else gluon_descriptor(dk, t.BS), gluon_descriptor(dv, t.BS)
+    n_s, heads = cdiv(S, t.BS), B * H if apart else B * G
     if apart:  # query heads add up their parts of dk and dv in float32, tile by tile
-        key_tiles = lse.new_zeros((2, B * G * cdiv(S, t.BS) * t.BS * BK // 256, 256))
-        n_tasks, (d_dk, d_dv) = B * H, (plain_descriptor(y, tile) for y in key_tiles)
-    fox_bwd_hopper_kernel[(cdiv(S, t.BS) * n_tasks,)](
+        key_tiles = lse.new_zeros((2, B * G * n_s * t.BS * BK // 256, 256))
+        d_dk, d_dv = (plain_descriptor(y, tile) for y in key_tiles)
+    else:
+        d_dk, d_dv = dk if unrounded else gluon_descriptor(dk, t.BS), gluon_descriptor(dv, t.BS)
+    fox_bwd_hopper_kernel[(n_s * heads,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles, tile),
         d_dk, d_dv, sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
         lse if order is None else order, end, full, T, S,
-        min(t.heads, n_tasks), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
+        min(t.heads, heads), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
         BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
         HAS_START=start is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
         APART=apart, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     if apart:
-        fox_keys_kernel[(cdiv(S, t.BS) * B * G,)](
-            key_tiles, dk, dv, S, B * G * cdiv(S, t.BS), scale, G=G, K=K, V=V, BK=BK, BS=t.BS, num_warps=8
-        )
+        fox_keys_kernel[(n_s * B * G,)](key_tiles, dk, dv, S, scale, G=G, K=K, V=V, BK=BK, BS=t.BS, num_warps=8)
     M = t.BT // 16
     fox_finish_kernel[(B * H * cdiv(T, t.BT),)](
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from attnzoo.kernels.common.hopper.backward_tile import backward_tile, load_rows
+from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, hand_over, held_order, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
-from attnzoo.kernels.common.hopper.releases import tma_add, tma_load, tma_store
+from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -100,38 +100,27 @@ def _reduce(d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, 
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
         for n in range(n_mask + n_mid):
             i = _row(n, tiles, BT)
-            mbarrier.wait(dq_full, it & 1)
-            tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
+            add_tile(d_dq, (i_bh * n_t + i // BT) * dq_s.shape[0], dq_s, dq_full, dq_empty, it)
             it += 1
     if APART:
         PARTS: gl.constexpr = BS // BT
-        n = ((i_b * G + i_g) * gl.cdiv(S, BS) + s // BS) * (PARTS * dq_s.shape[0])
-        for i in gl.static_range(2 * PARTS):
-            mbarrier.wait(dq_full, it & 1)
-            if i < PARTS:
-                tma_add(d_dk, [n + i * dq_s.shape[0], 0], dq_s)
-            else:
-                tma_add(d_dv, [n + (i - PARTS) * dq_s.shape[0], 0], dq_s)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
-            it += 1
+        n = ((i_b * G + i_g) * gl.cdiv(S, BS) + s // BS) * PARTS
+        for i in gl.static_range(PARTS):
+            add_tile(d_dk, (n + i) * dq_s.shape[0], dq_s, dq_full, dq_empty, it + i)
+        for i in gl.static_range(PARTS):
+            add_tile(d_dv, (n + i) * dq_s.shape[0], dq_s, dq_full, dq_empty, it + PARTS + i)
 
 
 @gluon.jit
-def _add(b_x, dq_s, dq_full, dq_empty, it, BS: gl.constexpr, BK: gl.constexpr):
-    """Hands dK or dV to the reducer, as much at a time as a tile of dQ takes, in the order in which threads hold it."""
-    PARTS: gl.constexpr = BS * BK // (dq_s.shape[0] * dq_s.shape[1])
-    b_x = gl.permute(gl.reshape(b_x, [BS // 16, 2, 8, BK // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+def _add(b_x, dq_s, dq_full, dq_empty, it, BS: gl.constexpr, BT: gl.constexpr):
+    """Hands dK or dV to the reducer, as much at a time as a tile of dQ takes."""
+    PARTS: gl.constexpr = BS // BT
+    b_x = held_order(b_x, BS // 16, 1)
     parts = (b_x,)
     if PARTS == 2:
         parts = gl.split(gl.permute(gl.reshape(b_x, [2, dq_s.shape[0], dq_s.shape[1]]), [1, 2, 0]))
     for i in gl.static_range(PARTS):
-        mbarrier.wait(dq_empty, ((it + i) & 1) ^ 1)
-        dq_s.store(gl.reshape(parts[i], dq_s.shape))
-        fence_async_shared()
-        mbarrier.arrive(dq_full, count=1)
+        hand_over(parts[i], dq_s, dq_full, dq_empty, it + i)
     return it + PARTS
 
 
@@ -180,8 +169,8 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
     if APART:
-        it = _add(b_dk, dq_s, dq_full, dq_empty, it, BS, BK)
-        it = _add(b_dv, dq_s, dq_full, dq_empty, it, BS, BV)
+        it = _add(b_dk, dq_s, dq_full, dq_empty, it, BS, BT)
+        it = _add(b_dv, dq_s, dq_full, dq_empty, it, BS, BT)
     else:
         if UNROUNDED:  # d_dk is a pointer: float32 does not fit where k was
             o_s, o_k = gl.arange(0, BS, gl.SliceLayout(1, L_K)), gl.arange(0, BK, gl.SliceLayout(0, L_K))

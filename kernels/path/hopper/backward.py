@@ -10,7 +10,7 @@ from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_de
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, head_block, since_strides
 from attnzoo.kernels.path.levels import Leaves, Levels, Tiles, Wanted
-from attnzoo.kernels.path.plan import one_pass_tiles
+from attnzoo.kernels.path.plan import one_pass_tiles, pair_warps
 
 from .backward_kernel import path_bwd_hopper_kernel
 from .pair import path_finish_kernel, path_pair_kernel
@@ -54,7 +54,7 @@ def launch_hopper_backward(
         d_block.q, d_block.k, own, dq_tiles, sums, d_key, p_w, *extra, *gates, *limits, B, T, Tq, n, scale,
         scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *since_strides(since), K=K, V=V, BV=BV,
         C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
-        **bounded, num_warps=8 if H > G and K > 64 else 4,
+        **bounded, num_warps=pair_warps(H // G, K),
     )  # fmt: skip
     heads = cdiv(B * G, cdiv(B * G, t.heads))  # at a time, as many each time
     path_bwd_hopper_kernel[(Tp // t.BS * B * G,)](

@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnzoo.kernels.common.hopper.backward_tile import backward_tile, load_rows
+from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
-from attnzoo.kernels.common.hopper.releases import tma_add, tma_load, tma_store
+from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -151,10 +151,8 @@ def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, 
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
-                    mbarrier.wait(dq_full, it & 1)
-                    tma_add(d_dq, [((i_lb * H + i_h) * n_q + (i - back) // BT) * dq_s.shape[0], 0], dq_s)
-                    tma.store_wait(0)
-                    mbarrier.arrive(dq_empty, count=1)
+                    row = ((i_lb * H + i_h) * n_q + (i - back) // BT) * dq_s.shape[0]
+                    add_tile(d_dq, row, dq_s, dq_full, dq_empty, it)
                     it += 1
             b_k = n_k % 2
             mbarrier.wait(dk_full.index(b_k), n_k // 2 & 1)

@@ -163,10 +163,9 @@ def path_block_bwd_kernel(
             b_u = _mm(tl.trans(b_qw), d_qb, b_u, NG, 1, DT)
         if NG == 1:
             b_u = b_u.to(DT)
+        d_x = _mm(b_u, tl.trans(b_w), cc, NG, NW, DT)
     d_kb = load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
-    if REP > 1:
-        d_x = _mm(b_u, tl.trans(b_w), cc, NG, NW, DT)
     if NG == 1:  # still two pieces: what is made of dZ goes through V again
         d_zt, d_zl = _pieces(d_zt, DT)
         d_x = _mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
