@@ -27,11 +27,11 @@ def _halve(p, bound, lo, hi):
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_steps", "stride_lb", "stride_lh"])
-def key_bounds_kernel(p_since, p_start, p_end, p_full, p_cut, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
-                      RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_SINCE: tl.constexpr,
+def key_bounds_kernel(p_since, p_start, p_end, p_full, p_open, p_cut, T, S, n_steps, stride_lb, stride_lh,
+                      H: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_SINCE: tl.constexpr,
                       HAS_START: tl.constexpr):  # fmt: skip
-    """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it, and the first row
-    that pruning alone lets see none of it.
+    """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it, first that misses
+    some without pruning, and the first row that pruning alone lets see none of it.
 
     The searches go side by side: each of their steps waits for memory.
     """
@@ -52,6 +52,7 @@ def key_bounds_kernel(p_since, p_start, p_end, p_full, p_cut, T, S, n_steps, str
     if not HAS_SINCE:
         b_end, b_full = rows, rows
     p_u = i_bh.to(tl.int64) * n_u + o_u
+    tl.store(p_open + p_u, b_full, mask=o_u < n_u)
     if HAS_START:
         b_cut = tl.minimum(b_cut * RU, T)
         b_end, b_full = tl.minimum(b_end, b_cut), tl.minimum(b_full, b_cut)
@@ -66,11 +67,13 @@ class KeyBounds(NamedTuple):
     Attributes:
         end: rows from here on see nothing of the unit.
         full: rows before this one see all of it.
+        open: rows before this one see all of it that pruning leaves.
         cut: rows from here on see nothing of it by pruning alone; undefined without pruning.
     """
 
     end: Tensor
     full: Tensor
+    open: Tensor
     cut: Tensor
 
 
@@ -79,10 +82,10 @@ def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: in
     some = since if since is not None else start
     assert some is not None
     n_u = cdiv(S, KEY_UNIT)
-    end, full, cut = torch.empty((3, B, H, n_u), dtype=torch.int32, device=some.device)
+    bounds = KeyBounds(*torch.empty((4, B, H, n_u), dtype=torch.int32, device=some.device))
     key_bounds_kernel[(B * H, cdiv(n_u, 128))](
-        some if since is None else since, some if start is None else start, end, full, cut, T, S, T.bit_length() + 1,
+        some if since is None else since, some if start is None else start, *bounds, T, S, T.bit_length() + 1,
         *since_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
         HAS_START=start is not None,
     )  # fmt: skip
-    return KeyBounds(end, full, cut)
+    return bounds

@@ -16,29 +16,35 @@ from attnzoo.kernels.common.hopper.releases import barrier, tma_add, tma_load
 
 
 @gluon.jit
-def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh, i_h, i, back, b_at, b_ref, p_since,
-              p_start, i_full, T, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
-              BT: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The it-th row tile: dO, lse and delta from row i, q of i_x from ``back`` rows before; what the gates say between
-    the frames of rows and keys, b_at - b_ref; and the rows' first keys, where a row is not before i_full."""
-    q_s, do_s, lse_s, delta_s, shift_s, first_s = rings
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    b = it % STAGES
-    o_t = i + gl.arange(0, BT, one)
-    m_late = i + BT > i_full
+def first_keys(p_since, i, i_full, T, HAS_SINCE: gl.constexpr, BT: gl.constexpr):
+    """First keys of BT rows from row i, where a row is not before i_full; elsewhere 0."""
+    o_t = i + gl.arange(0, BT, gl.BlockedLayout([1], [32], [1], [0]))
     b_first = o_t * 0
     if HAS_SINCE:
-        b_first = gl.load(p_since + o_t, mask=(o_t < T) & m_late, other=0)
-    if HAS_START:
-        b_first = gl.maximum(b_first, gl.load(p_start + i // RU, mask=m_late, other=0))
+        b_first = gl.load(p_since + o_t, mask=(o_t < T) & (i + BT > i_full), other=0)
+    return b_first
+
+
+@gluon.jit
+def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh, i_h, i, back, b_at, b_ref, b_first,
+              start, GATE: gl.constexpr, HAS_FIRST: gl.constexpr, HAS_START: gl.constexpr,
+              STAGES: gl.constexpr):  # fmt: skip
+    """The it-th row tile: dO, lse and delta from row i, q of i_x from ``back`` rows before; what the gates say between
+    the frames of rows and keys, b_at - b_ref; the rows' first keys; and the first that pruning leaves to all of them.
+    """
+    q_s, do_s, lse_s, delta_s, shift_s, first_s, start_s = rings
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    b = it % STAGES
     mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
     tma_load(d_q, [i_x, i - back, i_h, 0], full.index(b), q_s.index(b))
     tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
     tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
     tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
-    if HAS_SINCE or HAS_START:
+    if HAS_FIRST:
         first_s.index(b).store(b_first)
+    if HAS_START:
+        start_s.index(b).store(gl.full([1], 0, gl.int32, one) + start)
     if GATE != 0:
         shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
     barrier()
@@ -73,13 +79,14 @@ def add_tile(d_x, row, x_s, full, empty, it):
 @gluon.jit
 def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, i, b_bias, b_s,
                   p_sum, off, scale2, BT: gl.constexpr, BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-                  GATE: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
-                  L_K: gl.constexpr, L_V: gl.constexpr, L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+                  GATE: gl.constexpr, HAS_FIRST: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr,
+                  L_S: gl.constexpr, L_K: gl.constexpr, L_V: gl.constexpr, L_Q: gl.constexpr,
+                  MASK: gl.constexpr):  # fmt: skip
     """dK, dV, column sums of dS, and this tile's part of dQ, from the row tile at row i.
 
     All products of a tile have ended when the next tile starts: ptxas serialises those that cross a loop's end.
     """
-    q_s, do_s, lse_s, delta_s, shift_s, first_s = rings
+    q_s, do_s, lse_s, delta_s, shift_s, first_s, start_s = rings
     dtype: gl.constexpr = k_s.dtype
     b = it % STAGES
     q_t, do_t = q_s.index(b).reshape([BT, BK]), do_s.index(b).reshape([BT, BV])
@@ -91,6 +98,8 @@ def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq
     b_lse = lse_s.index(b).load(L_S)  # [1, BT]
     if GATE != 0:
         b_bias += shift_s.index(b).load(gl.SliceLayout(1, L_S))
+    if HAS_START:  # as if these keys' gates were closed: no tile needs a mask for it
+        b_bias = gl.where(b_s >= start_s.index(b).load(gl.SliceLayout(1, L_S)), b_bias, float("-inf"))
     b_y = warpgroup_mma_wait(1, [b_y])
     b_y = b_y * scale2
     if GATE != 0:
@@ -98,7 +107,7 @@ def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq
     b_p = gl.exp2(b_y - b_lse)
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
-        if BOUNDED:
+        if HAS_FIRST:
             m_y = m_y & (b_s[:, None] >= first_s.index(b).load(gl.SliceLayout(0, L_S))[None, :])
         b_p = gl.where(m_y, b_p, 0.0)
     b_ph = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, L_V, 2))

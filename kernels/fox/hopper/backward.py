@@ -134,9 +134,9 @@ def fox_backward_hopper(
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
     apart = heads_apart(T, H // G, K, V, start is not None)
-    end, full, order = lse, lse, head_order(start, G)
+    end, opened, order = lse, lse, head_order(start, G)
     if since is not None or start is not None:
-        end, full, _ = key_bounds(since, start, B, T, H, S)
+        end, _, opened, _ = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
     n_s, heads = cdiv(S, t.BS), B * H if apart else B * G
@@ -148,7 +148,7 @@ def fox_backward_hopper(
     fox_bwd_hopper_kernel[(n_s * heads,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles, tile),
         d_dk, d_dv, sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
-        lse if order is None else order, end, full, T, S,
+        lse if order is None else order, end, opened, T, S,
         min(t.heads, heads), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
         BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
         HAS_START=start is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,

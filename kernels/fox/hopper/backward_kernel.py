@@ -23,43 +23,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, hand_over, held_order, load_rows
+from attnzoo.kernels.common.hopper.backward_tile import (
+    add_tile,
+    backward_tile,
+    first_keys,
+    hand_over,
+    held_order,
+    load_rows,
+)
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
 @gluon.jit
-def _row_tiles(p_end, p_full, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
+def _row_tiles(p_end, p_open, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
     """Row tiles that see the keys from s: n_mask of them need a mask (n_head from i_lo, the rest from i_tail), then
-    n_mid from i_mid do not. Rows before i_full see all keys up to their own."""
+    n_mid from i_mid do not. Rows before i_open see all keys up to their own that pruning leaves."""
     off = S - T
     i_lo = gl.maximum(s - off, 0) // BT * BT
     i_mid = gl.cdiv(gl.maximum(s + BS - 1 - off, 0), BT) * BT
-    i_end, i_full = T, T
+    i_end, i_open = T, T
     if BOUNDED:
-        i_full = gl.load(p_full + s // KU)
+        i_open = gl.load(p_open + s // KU)
         i_end = gl.load(p_end + gl.minimum((s + BS - 1) // KU, gl.cdiv(S, KU) - 1))
-    i_tail = gl.maximum(i_full // BT * BT, i_mid)
+    i_tail = gl.maximum(i_open // BT * BT, i_mid)
     n_head = gl.cdiv(gl.maximum(gl.minimum(i_mid, i_end) - i_lo, 0), BT)
     n_mask = n_head + gl.cdiv(gl.maximum(i_end - i_tail, 0), BT)
     n_mid = gl.cdiv(gl.maximum(gl.minimum(i_tail, i_end) - i_mid, 0), BT)
-    return i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full
+    return i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_open
 
 
 @gluon.jit
 def _row(n, tiles, BT: gl.constexpr):
     """First row of the n-th tile."""
-    i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
+    i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_open = tiles
     i = gl.where(n < n_head, i_lo + n * BT, i_tail + (n - n_head) * BT)
     return gl.where(n < n_mask, i, i_mid + (n - n_mask) * BT)
 
 
 @gluon.jit
 def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g, p_since,
-          p_start, p_end, p_full, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS: gl.constexpr, H: gl.constexpr,
+          p_start, p_end, p_open, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS: gl.constexpr, H: gl.constexpr,
           BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
-          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, PARTLY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: k and v once; per row tile q, dO, lse, delta, first keys and the gates between the frames of rows and
     keys."""
     mbarrier.expect(keys_in, d_k.block_type.nbytes + d_v.block_type.nbytes)
@@ -71,8 +78,8 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
         i_h = i_q + i_r
         i_bh = i_b * H + i_h
         p_unit = i_bh.to(gl.int64) * n_u
-        tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
+        tiles = _row_tiles(p_end + p_unit, p_open + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_open = tiles
         p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
         p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h.to(gl.int64) * stride_lh + off
         p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
@@ -81,13 +88,17 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
         for n in range(n_mask + n_mid):
             i = _row(n, tiles, BT)
             b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + off, S - 1), GATE, KU)
+            b_first = first_keys(p_sinceh, i, i_open, T, HAS_SINCE, BT)
+            start = i * 0
+            if PARTLY:
+                start = gl.load(p_starth + i // RU)
             load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_b, i_b, i_bh, i_h, i, 0, b_at, b_ref,
-                      p_sinceh, p_starth, i_full, T, GATE, HAS_SINCE, HAS_START, BT, RU, STAGES)  # fmt: skip
+                      b_first, start, GATE, HAS_SINCE, PARTLY, STAGES)  # fmt: skip
             it += 1
 
 
 @gluon.jit
-def _reduce(d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, i_q, s, T, S, HEADS: gl.constexpr,
+def _reduce(d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_open, i_b, i_g, i_q, s, T, S, HEADS: gl.constexpr,
             G: gl.constexpr, H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
             BOUNDED: gl.constexpr, APART: gl.constexpr):  # fmt: skip
     """Reducer: adds each tile of dQ to the float32 buffer, where a tile is contiguous, and so dK and dV if APART."""
@@ -96,8 +107,8 @@ def _reduce(d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, 
     for i_r in range(HEADS):
         i_bh = i_b * H + i_q + i_r
         p_unit = i_bh.to(gl.int64) * n_u
-        tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, BOUNDED)
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
+        tiles = _row_tiles(p_end + p_unit, p_open + p_unit, s, T, S, BT, BS, KU, BOUNDED)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_open = tiles
         for n in range(n_mask + n_mid):
             i = _row(n, tiles, BT)
             add_tile(d_dq, (i_bh * n_t + i // BT) * dq_s.shape[0], dq_s, dq_full, dq_empty, it)
@@ -126,10 +137,10 @@ def _add(b_x, dq_s, dq_full, dq_empty, it, BS: gl.constexpr, BT: gl.constexpr):
 
 @gluon.jit
 def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc, p_c,
-             p_base, p_g, p_end, p_full, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS: gl.constexpr, H: gl.constexpr,
+             p_base, p_g, p_end, p_open, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS: gl.constexpr, H: gl.constexpr,
              K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
-             KU: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
-             UNROUNDED: gl.constexpr, APART: gl.constexpr):  # fmt: skip
+             KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+             PARTLY: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr, APART: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BT // 16
@@ -150,21 +161,21 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
-        tiles = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT, BS, KU, BOUNDED)
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
+        tiles = _row_tiles(p_end + i_bh * n_u, p_open + i_bh * n_u, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_open = tiles
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
         mbarrier.wait(keys_in, 0)  # after the first time it is there
         for n in range(n_mask):
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, _row(n, tiles, BT),
-                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
-                True)  # fmt: skip
+                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, HAS_SINCE, PARTLY, STAGES, L_S, L_K,
+                L_V, L_Q, True)  # fmt: skip
             it += 1
         for n in range(n_mid):
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, i_mid + n * BT,
-                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
-                False)  # fmt: skip
+                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, HAS_SINCE, PARTLY, STAGES, L_S, L_K,
+                L_V, L_Q, False)  # fmt: skip
             it += 1
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
@@ -190,7 +201,7 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_bwd_hopper_kernel(
     d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start,
-    p_order, p_end, p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
+    p_order, p_end, p_open, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
     BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
     HAS_START: gl.constexpr, HAS_ORDER: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr,
@@ -199,6 +210,7 @@ def fox_bwd_hopper_kernel(
     """dK (UNROUNDED in float32), dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of
     rows [B, H, Tp / 2]. If APART adds to dK (unscaled) and dV, too, tile by tile."""
     G: gl.constexpr = H // REP
+    PARTLY: gl.constexpr = HAS_START and BS > KU  # pruning may drop some of a program's keys: it drops units of KU
     HEADS: gl.constexpr = 1 if APART else REP  # query heads of a program
     i_s, i_n = schedule(gl.cdiv(S, BS), n_heads)
     if HAS_ORDER:
@@ -212,7 +224,8 @@ def fox_bwd_hopper_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
     shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     first_s = gl.allocate_shared_memory(gl.int32, [STAGES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s)
+    start_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s, start_s)
     k_s = gl.allocate_shared_memory(dtype, d_k.block_type.shape, d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
     ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
@@ -231,12 +244,12 @@ def fox_bwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_compute, (d_dk, d_dv, rings, k_s, v_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc,
-                        p_c, p_base, p_g, p_end, p_full, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS, H, K, BK, BV,
-                        BT, BS, RU, KU, GATE, HAS_SINCE or HAS_START, STAGES, UNROUNDED, APART)),
+                        p_c, p_base, p_g, p_end, p_open, i_b, i_g, i_q, s, T, S, scale, scale2, HEADS, H, K, BK, BV,
+                        BT, BS, RU, KU, GATE, HAS_SINCE, HAS_START, PARTLY, STAGES, UNROUNDED, APART)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g,
-                     p_since, p_start, p_end, p_full, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS, H, BT, BS,
-                     RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
-            (_reduce, (d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, i_q, s, T, S, HEADS, G, H,
+                     p_since, p_start, p_end, p_open, i_b, i_g, i_q, s, T, S, stride_lb, stride_lh, HEADS, H, BT, BS,
+                     RU, KU, GATE, HAS_SINCE, HAS_START, PARTLY, STAGES)),
+            (_reduce, (d_dq, d_dk, d_dv, dq_s, dq_full, dq_empty, p_end, p_open, i_b, i_g, i_q, s, T, S, HEADS, G, H,
                        BT, BS, RU, KU, HAS_SINCE or HAS_START, APART)),
         ],
         [1, 1],  # warps

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, load_rows
+from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, first_keys, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
@@ -122,9 +122,11 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, values_in, keys_
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
                     b_at = gluon_gate_at(p_ch, p_baseh, b_slope, i // RU * RU, GATE, KU)
+                    b_first = first_keys(p_sinceh, i, i_full, T, HAS_SINCE, BT)
+                    if HAS_START:
+                        b_first = gl.maximum(b_first, gl.load(p_starth + i // RU, mask=i + BT > i_full, other=0))
                     load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_lb, i_b, i_bh, i_h, i, back, b_at,
-                              b_ref, p_sinceh, p_starth, i_full, T, GATE, HAS_SINCE, HAS_START, BT, RU,
-                              STAGES)  # fmt: skip
+                              b_ref, b_first, 0, GATE, BOUNDED, False, STAGES)  # fmt: skip
                     it += 1
 
 
@@ -220,14 +222,14 @@ def _compute(d_dv, rings, k4_s, v4_s, ds_s, dq_s, values_in, keys_in, dk_full, f
                     for n in range(n_mask):
                         b_dk, b_dv, b_dc = backward_tile(
                             b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it,
-                            i_tail + n * BT, b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES,
-                            L_S, L_K, L_V, L_Q, True)  # fmt: skip
+                            i_tail + n * BT, b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, False,
+                            STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
                         it += 1
                 for n in range(n_mid):
                     b_dk, b_dv, b_dc = backward_tile(
                         b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, r0 + n * BT,
-                        b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
-                        False)  # fmt: skip
+                        b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, False, STAGES, L_S, L_K, L_V,
+                        L_Q, False)  # fmt: skip
                     it += 1
                 if GATE != 0 and REP > 1:
                     gl.atomic_add(p_dc + i_hh * T + b_s, b_dc, sem="relaxed")
@@ -263,7 +265,7 @@ def path_bwd_hopper_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
     shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     first_s = gl.allocate_shared_memory(gl.int32, [STAGES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s)
+    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s, None)
     k_s = gl.allocate_shared_memory(dtype, [2, 1, BS, 1, BK], d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
     ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
