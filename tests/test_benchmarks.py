@@ -220,6 +220,22 @@ def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:
             assert any(abs(each - float(number)) <= 0.5001 * 10**-digits for each in known), (results, number)
 
 
+def test_pruned_time_is_compared_with_what_is_kept() -> None:
+    def row(name: str, both: float) -> dict[str, Any]:
+        times = {"forward_ms": 1.0, "both_ms": both, "both_tflops": 1, "of_matmul": 0.5}
+        return {"name": name, "B": 1, "H": 2, "T": 4, "K": 8, "kept": {"paper": 0.5, "tail": 0.4}} | times
+
+    rows = [row("ours", 10.0), row("ours, pruned (tail)", 4.6), row("FLA", 30.0)]
+    table = fox.table({"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []})
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| ")]
+    column = cells[0].index("over its share")
+    assert [line[column] for line in cells[1:4]] == ["-", "1.150", "-"]  # 4.6 / (0.4 * 10)
+    alone = fox.table(
+        {"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
+    )
+    assert "1.150" not in alone
+
+
 def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the logits that it documents, scale (q k + alpha delta), and nothing skipped unless asked for."""
     asked: list[dict[str, Any]] = []

@@ -9,6 +9,8 @@ results.json and results.md, and with --plot time against context length (1k to 
 
 Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
 RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
+"Over its share": forward + backward over the share of blocks that are kept of the time without pruning; 1.00 would be
+time proportional to what is kept.
 """
 
 from __future__ import annotations
@@ -303,17 +305,21 @@ def table(result: Result) -> str:
         lines += [
             f"### (B, H, T, K) = {shape}; blocks kept: {kept}",
             "",
-            "| | forward ms | fwd+bwd ms | nominal TFLOP/s | of matmul | x official | x official, pruned |",
-            "|---|---|---|---|---|---|---|",
+            "| | forward ms | fwd+bwd ms | nominal TFLOP/s | of matmul | over its share | x official "
+            "| x official, pruned |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for r in rows:
             ratios = [f"{both[o] / r['both_ms']:.2f}" if o in both else "-" for o in ("official", "official, pruned")]
+            shares = {f"ours, pruned ({bound})": share * both.get("ours", 0.0) for bound, share in r["kept"].items()}
+            share = shares.get(r["name"])
             cells = (
                 r["name"],
                 f"{r['forward_ms']:.2f}",
                 f"{r['both_ms']:.2f}",
                 r["both_tflops"],
                 f"{r['of_matmul']:.2f}",
+                f"{r['both_ms'] / share:.3f}" if share else "-",
             )
             lines.append("| " + " | ".join(str(cell) for cell in (*cells, *ratios)) + " |")
         lines.append("")
