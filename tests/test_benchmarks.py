@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -19,12 +20,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import fox, generate, measure
+from attnzoo.benchmarks import fox, generate, measure, path
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
 from attnzoo.forms import fla
 from attnzoo.kernels.fox.reference import fox_reference
+from attnzoo.kernels.path.reference import path_reference
 from attnzoo.models import LanguageModel
 from attnzoo.training.exchange import start_from
 
@@ -234,6 +236,55 @@ def test_pruned_time_is_compared_with_what_is_kept() -> None:
         {"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
     )
     assert "1.150" not in alone
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3])
+def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same errors, and gradients of the heads that there are."""
+    monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
+    heads: set[int] = set()
+
+    def call(x: fox.Inputs, head_first: bool = False) -> torch.Tensor:
+        q, k, v, g = (y.transpose(1, 2) if head_first else y for y in (x.q, x.k, x.v, x.g))
+        heads.add(q.shape[2] // k.shape[2])
+        o = fox_reference(q, k, v, log_decay=g)
+        return o.transpose(1, 2) if head_first else o
+
+    alone = fox.Contender("alone", functools.partial(call, head_first=True), head_first=True)
+    found = [fox.errors(peer, 16, 64, shared=shared) for peer in (fox.Contender("shares", call, shares=True), alone)]
+    assert heads == {1, shared}
+    assert list(found[0]) == list(found[1]) == list(fox.LIMITS)
+    for errors in found:
+        assert all(error < fox.LIMITS[name] for name, error in errors.items())
+
+
+def test_inputs_with_shared_keys() -> None:
+    x, y = fox.draw(1, 6, 8, 16, kv_heads=2, device="cpu"), path.draw(1, 6, 8, 16, kv_heads=2, device="cpu")
+    assert [t.shape[2] for t in (x.q, x.k, x.v, x.g, x.do)] == [6, 2, 2, 6, 6]
+    assert [t.shape[2] for t in (y.q, y.k, y.v, y.w, y.beta, y.g, y.do)] == [6, 2, 2, 2, 2, 6, 6]
+    assert torch.equal(fox.draw(1, 6, 8, 16, device="cpu").k, fox.draw(1, 6, 8, 16, kv_heads=6, device="cpu").k)
+
+
+def test_paths_errors_with_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "draw", functools.partial(path.draw, device="cpu"))
+    heads: list[int] = []
+
+    def call(x: path.Inputs) -> torch.Tensor:
+        heads.append(x.k.shape[2])
+        return path_reference(x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g)
+
+    errors = path.errors(measure.Contender("PaTH-FoX", call, "q k v w beta g"), 16, 64, shared=3)
+    assert heads == [2]
+    assert set(errors) == set(path.ERRORS)
+    assert max(errors.values()) < path.LIMIT
+
+
+def test_key_heads_divide_the_heads_of_every_shape() -> None:
+    shapes = [(1, 24, 8, 16), (1, 16, 8, 16)]
+    assert [measure.sharing(shapes, n) for n in (None, 8, 4)] == [1, 3, 6]
+    assert [measure.few_heads(n) for n in (1, 2, 3, 8)] == [(4, 4), (4, 2), (6, 2), (8, 1)]
+    with pytest.raises(ValueError, match=r"--kv-heads: expected a divisor of the 16 heads of \(1, 16, 8, 16\), got 6"):
+        measure.sharing(shapes, 6)
 
 
 def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:

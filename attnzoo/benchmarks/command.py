@@ -48,6 +48,11 @@ def _writable(context: click.Context, option: click.Parameter, folder: Path) -> 
 shapes = click.option(
     "--shapes", type=Shape(), multiple=True, help="Time this instead of the usual shapes; may be given several times."
 )
+kv_heads = click.option(
+    "--kv-heads",
+    type=click.IntRange(min=1),
+    help="Heads of keys and values that the query heads of a shape share; by default each has its own.",
+)
 only = click.option(
     "--only", multiple=True, metavar="PREFIX", help="Only contenders whose names start so; may be given several times."
 )
@@ -83,6 +88,7 @@ def bench() -> None:
 @bench.command()
 @out("fox")
 @shapes
+@kv_heads
 @only
 @rep
 @seconds(500)
@@ -103,6 +109,7 @@ def fox(**options: Any) -> None:
 @bench.command()
 @out("path")
 @shapes
+@kv_heads
 @only
 @rep
 @seconds(330)

@@ -1,11 +1,12 @@
 """Forgetting attention on one GPU: ours beside every peer that is installed, in one run.
 
-    attnzoo bench fox [--out DIR] [--official FILE] [--shapes 2,24,16384,64]... [--plot] [--seconds 500]
+    attnzoo bench fox [--out DIR] [--official FILE] [--shapes 2,24,16384,64]... [--kv-heads 6] [--plot] [--seconds 500]
 
 Peers: scaled_dot_product_attention (cuDNN and FlashAttention; no gate, the ceiling), flash-linear-attention,
 FlexAttention, flash-sparse-attn (with one of its tiles) and the official FoX kernel (``forgetting_transformer``, or its
 single file with --official). Each is checked against float64 before it is timed; a wrong result gets no speed. Writes
-results.json and results.md, and with --plot time against context length (1k to 128k) as plot.svg.
+results.json and results.md, and with --plot time against context length (1k to 128k) as plot.svg. With --kv-heads query
+heads share key heads: ours and flash-linear-attention's kernel do so, for the others k and v are repeated in each call.
 
 Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
 RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
@@ -22,7 +23,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,14 +41,17 @@ from attnzoo.benchmarks.measure import (
     chosen,
     decay_lengths,
     error_lines,
+    few_heads,
     headline,
     keeper,
     load_peer,
     machine,
     not_measured,
+    of_kv_heads,
     race,
     relative,
     save,
+    sharing,
     timing,
 )
 from attnzoo.kernels.fox import fox_attention, kept_fraction
@@ -59,7 +64,8 @@ PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
 @dataclass
 class Inputs:
-    """Tensors of one shape: [B, T, H, K] (ours) and [B, H, T, K] (head_first), log gates likewise."""
+    """Tensors of one shape: [B, T, H, K] (ours) and [B, H, T, K] (head_first), log gates likewise; k and v may have
+    fewer heads."""
 
     q: Tensor
     k: Tensor
@@ -81,17 +87,27 @@ class Contender:
     name: str
     call: Callable[[Inputs], Tensor]
     head_first: bool = False
+    shares: bool = False  # takes fewer key heads than query heads
     gate: bool = True  # False: computes plain softmax attention
     lengths: tuple[int, ...] = ()  # time it at these T only (it compiles for minutes)
 
+    def attend(self, x: Inputs) -> Tensor:
+        """Its output, of inputs as it takes them but for k and v, which it gets repeated where it needs them so."""
+        heads = 1 if self.head_first else 2
+        n = x.q.shape[heads] // x.k.shape[heads]
+        if n > 1 and not self.shares:
+            x = replace(x, k=x.k.repeat_interleave(n, heads), v=x.v.repeat_interleave(n, heads))
+        return self.call(x)
 
-def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
-    """Normed q and k [B, T, H, K], and gates of which three quarters are local (``decay_lengths``)."""
+
+def draw(B: int, H: int, T: int, K: int, seed: int = 0, *, kv_heads: int | None = None, device: str = "cuda") -> Inputs:
+    """Normed q [B, T, H, K] and k, and gates of which three quarters are local (``decay_lengths``); k and v have
+    ``kv_heads`` heads (None: H)."""
     generator = torch.Generator().manual_seed(seed)
-    tau = decay_lengths(H, generator).cuda()
+    tau = decay_lengths(H, generator).to(device)
     torch.manual_seed(seed)
-    q, k, v, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(4))
-    g = -2 * torch.rand(B, T, H, device="cuda") / tau
+    q, k, v, do = (torch.randn(B, T, n, K, device=device) for n in (H, kv_heads or H, kv_heads or H, H))
+    g = -2 * torch.rand(B, T, H, device=device) / tau
     q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
     return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, do.bfloat16())
 
@@ -127,10 +143,10 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
 
         return call
 
-    found.append(Contender("ours", ours(None)))
-    found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
-    found.append(Contender("SDPA cuDNN (no gate)", sdpa(SDPBackend.CUDNN_ATTENTION), True, False))
-    found.append(Contender("SDPA FlashAttention (no gate)", sdpa(SDPBackend.FLASH_ATTENTION), True, False))
+    found.append(Contender("ours", ours(None), shares=True))
+    found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound]), shares=True) for bound in PRUNE]
+    found.append(Contender("SDPA cuDNN (no gate)", sdpa(SDPBackend.CUDNN_ATTENTION), True, gate=False))
+    found.append(Contender("SDPA FlashAttention (no gate)", sdpa(SDPBackend.FLASH_ATTENTION), True, gate=False))
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
     if kernel is not None:
 
@@ -154,7 +170,7 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
         "FLA", lambda: importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn, missing
     )
     if parallel is not None:
-        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
+        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g), shares=True))
     gated = load_peer("flash-sparse-attn", flash_sparse, missing)
     if gated is not None:
         found += [
@@ -221,15 +237,16 @@ class FlexFox:
         return self.flex(x.q, x.k, x.v, score_mod=bias, block_mask=self.mask[T])
 
 
-def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
-    """Errors of output and gradients against float64 on the same bf16 inputs."""
-    x = draw(1, 4, T, K)
+def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
+    """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
+    heads, kv_heads = few_heads(shared)
+    x = draw(1, heads, T, K, kv_heads=kv_heads)
     wide = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g)]
     exact = fox_reference(wide[0], wide[1], wide[2], log_decay=wide[3] if peer.gate else None)
     grads = torch.autograd.grad(exact, wide if peer.gate else wide[:3], x.do.double())
     y = x.head_first() if peer.head_first else x
     leaves = y.leaves()[: 4 if peer.gate else 3]
-    o = peer.call(y)
+    o = peer.attend(y)
     got = [o, *torch.autograd.grad(o, leaves, y.do)]
     if peer.head_first:
         got = [t.transpose(1, 2) for t in got]
@@ -240,12 +257,12 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
 def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
     """Median milliseconds of forward (no grad) and of forward + backward."""
     y = x.head_first() if peer.head_first else x
-    return timing(lambda: peer.call(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
+    return timing(lambda: peer.attend(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
 
 
 def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None,
-    keep: Callable[[Result], None],
+    kv_heads: int | None, keep: Callable[[Result], None],
 ) -> Result:  # fmt: skip
     """Machine, errors, and a row of times for each contender and shape.
 
@@ -255,10 +272,18 @@ def measure(
         rep: milliseconds of measuring, for each time.
         seconds: after which no further contender is begun.
         official: the authors' kernel, a file; None: without it.
+        kv_heads: heads of k and v; None: as many as query heads.
         keep: called with what has been measured, whenever something has come.
+
+    Raises:
+        ValueError: heads that cannot share ``kv_heads`` evenly; an unknown contender.
     """
+    shared = sharing(shapes, kv_heads)
     found, missing = contenders(official)
+    peers = chosen(found, only)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    if kv_heads is not None:
+        result["kv_heads"] = kv_heads
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
     print(*not_measured(missing), sep="\n", flush=True)
 
@@ -285,8 +310,10 @@ def measure(
             "of_matmul": round(rate / result["matmul_tflops"], 3),
         }
 
-    peers = chosen(found, only)
-    race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times, keep=keep)
+    race(
+        result, peers, shapes, seconds, draw=partial(draw, kv_heads=kv_heads), errors=partial(errors, shared=shared),
+        limits=LIMITS, common=kept, times=times, keep=keep,
+    )  # fmt: skip
     return result
 
 
@@ -303,7 +330,7 @@ def table(result: Result) -> str:
         both = {r["name"]: r["both_ms"] for r in rows}
         kept = ", ".join(f"{bound} {share:.3f}" for bound, share in rows[0]["kept"].items())
         lines += [
-            f"### (B, H, T, K) = {shape}; blocks kept: {kept}",
+            f"### (B, H, T, K) = {shape}{of_kv_heads(result)}; blocks kept: {kept}",
             "",
             "| | forward ms | fwd+bwd ms | nominal TFLOP/s | of matmul | over its share | x official "
             "| x official, pruned |",
@@ -373,9 +400,10 @@ def run(
     seconds: float,
     official: Path | None,
     plot: bool,
+    kv_heads: int | None = None,
 ) -> None:
     """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, official, keeper(out, table))
+    result = measure(shapes or SHAPES, only, rep, seconds, official, kv_heads, keeper(out, table))
     save(out, result, table(result))
     if plot:
         result["lengths"] = lengths(seconds, official, {row["name"] for row in result["rows"]})

@@ -231,6 +231,29 @@ def race(
     return True
 
 
+def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int | None) -> int:
+    """How many query heads share a key head, at most, in shapes (B, H, T, K); 1 where each has its own (None).
+
+    Raises:
+        ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
+    """
+    for shape in shapes:
+        if kv_heads is not None and shape[1] % kv_heads:
+            raise ValueError(f"--kv-heads: expected a divisor of the {shape[1]} heads of {shape}, got {kv_heads}")
+    return max(shape[1] // (kv_heads or shape[1]) for shape in shapes)
+
+
+def few_heads(shared: int) -> tuple[int, int]:
+    """Query and key heads for comparing errors: four or a few more, of which ``shared`` have one key head."""
+    kv_heads = math.ceil(4 / shared)
+    return shared * kv_heads, kv_heads
+
+
+def of_kv_heads(result: Result) -> str:
+    """What a table says beside a shape where query heads share key heads."""
+    return f", {result['kv_heads']} key and value heads" if "kv_heads" in result else ""
+
+
 def headline(result: Result) -> str:
     """The first line of a table: where and with what it was measured."""
     m = result["machine"]

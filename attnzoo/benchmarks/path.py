@@ -1,6 +1,6 @@
 """PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
 
-    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 330]
+    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--kv-heads 6] [--only PREFIX]... [--seconds 330]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,18 @@ from attnzoo.benchmarks.measure import (
     copy_bandwidth,
     decay_lengths,
     error_lines,
+    few_heads,
     headline,
     keeper,
     load_peer,
     machine,
     milliseconds,
     not_measured,
+    of_kv_heads,
     race,
     relative,
     save,
+    sharing,
     time_and_memory,
 )
 from attnzoo.kernels.fox import fox_attention
@@ -69,7 +73,7 @@ YARDSTICK = {  # the peer that computes the same function
 
 @dataclass
 class Inputs:
-    """[B, T, H, K] and [B, T, H]; as many key heads as query heads."""
+    """q, g and do [B, T, H, ...]; k, v, w and beta may have fewer heads."""
 
     q: Tensor
     k: Tensor
@@ -80,14 +84,16 @@ class Inputs:
     do: Tensor
 
 
-def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
-    """Random inputs on the GPU: q, k, v and do in bfloat16, the gate in float32, w of unit length."""
-    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).cuda()
+def draw(B: int, H: int, T: int, K: int, seed: int = 0, *, kv_heads: int | None = None, device: str = "cuda") -> Inputs:
+    """Random inputs: q, k, v and do in bfloat16, the gate in float32, w of unit length; ``kv_heads`` key heads (None:
+    H)."""
+    G = kv_heads or H
+    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).to(device)
     torch.manual_seed(seed)
-    q, k, v, w, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(5))
+    q, k, v, w, do = (torch.randn(B, T, n, K, device=device) for n in (H, G, G, G, H))
     q, k, w = F.rms_norm(q, (K,)), F.rms_norm(k, (K,)), F.normalize(w, dim=-1)
-    beta = 2 * torch.rand(B, T, H, device="cuda")
-    g = -2 * torch.rand(B, T, H, device="cuda") / tau
+    beta = 2 * torch.rand(B, T, G, device=device)
+    g = -2 * torch.rand(B, T, H, device=device) / tau
     return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), w, beta, g, do.bfloat16())
 
 
@@ -128,15 +134,15 @@ def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
     return found, missing
 
 
-def errors(peer: Contender[Inputs], K: int, T: int = 2048) -> dict[str, float]:
-    """Errors of output and gradients against float64 on the same bf16 inputs."""
-    leaves = peer.leaves.split()
+def errors(peer: Contender[Inputs], K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
+    """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
+    leaves, (heads, kv_heads) = peer.leaves.split(), few_heads(shared)
 
     def exact(x: Inputs) -> Tensor:
         beta = x.beta if "beta" in leaves else torch.zeros_like(x.beta)
         return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if "g" in leaves else None)
 
-    return compare(peer, draw(1, 4, T, K), exact)
+    return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:
@@ -166,14 +172,18 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
 
 def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool,
-    keep: Callable[[Result], None],
+    kv_heads: int | None, keep: Callable[[Result], None],
 ) -> Result:  # fmt: skip
     """Machine, errors, and a row of times and memory for each contender and shape; with ``decode`` also cached steps.
 
-    Args: as of :func:`attnzoo.benchmarks.fox.measure`.
+    Args, and what is raised: as of :func:`attnzoo.benchmarks.fox.measure`.
     """
+    shared = sharing(shapes, kv_heads)
     found, missing = contenders()
+    peers = chosen(found, only)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    if kv_heads is not None:
+        result["kv_heads"] = kv_heads
     result |= {"copy_TBps": copy_bandwidth(), "decode": []}
     print(result, flush=True)
 
@@ -185,10 +195,10 @@ def measure(
         return time_and_memory(peer, x, rep)
 
     limits = dict.fromkeys(ERRORS, LIMIT)
-    peers = chosen(found, only)
     whole = race(
-        result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times, keep=keep
-    )
+        result, peers, shapes, seconds, draw=partial(draw, kv_heads=kv_heads), errors=partial(errors, shared=shared),
+        limits=limits, common=kept, times=times, keep=keep,
+    )  # fmt: skip
     for shape in DECODE if decode and whole else ():
         result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
@@ -208,8 +218,9 @@ def table(result: Result) -> str:
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
         rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
         both = {r["name"]: r["both_ms"] for r in rows}
+        kept = f"PaTH-FoX's pruning keeps {rows[0]['kept']:.3f} of the blocks"
         lines += [
-            f"### (B, H, T, K) = {shape}; PaTH-FoX's pruning keeps {rows[0]['kept']:.3f} of the blocks",
+            f"### (B, H, T, K) = {shape}{of_kv_heads(result)}; {kept}",
             "",
             "| | forward ms | fwd+bwd ms | times faster than FLA | time / our FoX | extra memory GiB |",
             "|---|---|---|---|---|---|",
@@ -236,9 +247,15 @@ def table(result: Result) -> str:
 
 
 def run(
-    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool
+    out: Path,
+    shapes: Sequence[tuple[int, ...]],
+    only: Sequence[str],
+    rep: int,
+    seconds: float,
+    decode: bool,
+    kv_heads: int | None = None,
 ) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, decode, keeper(out, table))
+    result = measure(shapes or SHAPES, only, rep, seconds, decode, kv_heads, keeper(out, table))
     save(out, result, table(result))
     print(table(result))
