@@ -279,6 +279,18 @@ def test_paths_errors_with_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(errors.values()) < path.LIMIT
 
 
+def test_tables_name_the_key_heads() -> None:
+    for module in (fox, path):
+        folder = next(
+            each for each in sorted(RESULTS.iterdir()) if each.name.endswith(module.__name__.rpartition(".")[2])
+        )
+        result = json.loads((folder / "results.json").read_text())
+        shape = tuple(result["rows"][0][n] for n in "BHTK")
+        assert f"### (B, H, T, K) = {shape}; " in module.table(result)
+        assert f"### (B, H, T, K) = {shape}, 4 key and value heads; " in module.table(result | {"kv_heads": 4})
+        assert ("repeats k and v" in module.table(result | {"kv_heads": 4})) == (module is fox)
+
+
 def test_key_heads_divide_the_heads_of_every_shape() -> None:
     shapes = [(1, 24, 8, 16), (1, 16, 8, 16)]
     assert [measure.sharing(shapes, n) for n in (None, 8, 4)] == [1, 3, 6]

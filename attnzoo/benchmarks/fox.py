@@ -325,6 +325,8 @@ def table(result: Result) -> str:
         *not_measured(result["missing"]),
         "",
     ]
+    if "kv_heads" in result:
+        lines[-1:] = ["Each call of a kernel that cannot share keys, as ours and FLA do, repeats k and v.", ""]
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
         rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
         both = {r["name"]: r["both_ms"] for r in rows}
