@@ -291,9 +291,29 @@ def test_tables_name_the_key_heads() -> None:
         assert ("repeats k and v" in module.table(result | {"kv_heads": 4})) == (module is fox)
 
 
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_a_race_draws_and_compares_with_shared_keys(kv_heads: int | None) -> None:
+    asked: list[dict[str, int]] = []
+
+    def drawn(*shape: int, **heads: int) -> None:
+        asked.append(heads)
+
+    def errors(peer: Runner, K: int, **heads: int) -> dict[str, float]:
+        asked.append(heads)
+        return {"o": 0.0}
+
+    result: dict[str, Any] = {}
+    measure.race(
+        result, [Runner("right")], [(1, 6, 8, 64)], 60, draw=drawn, errors=errors, limits={"o": 0.1}, kv_heads=kv_heads,
+        common=lambda x: {}, times=lambda peer, x: {}, keep=lambda result: None,
+    )  # fmt: skip
+    assert asked == ([{}, {}] if kv_heads is None else [{"kv_heads": 2}, {"shared": 3}])
+    assert result.get("kv_heads") == kv_heads
+
+
 def test_key_heads_divide_the_heads_of_every_shape() -> None:
     shapes = [(1, 24, 8, 16), (1, 16, 8, 16)]
-    assert [measure.sharing(shapes, n) for n in (None, 8, 4)] == [1, 3, 6]
+    assert [measure.sharing(shapes, n) for n in (8, 4)] == [3, 6]
     assert [measure.few_heads(n) for n in (1, 2, 3, 8)] == [(4, 4), (4, 2), (6, 2), (8, 1)]
     with pytest.raises(ValueError, match=r"--kv-heads: expected a divisor of the 16 heads of \(1, 16, 8, 16\), got 6"):
         measure.sharing(shapes, 6)

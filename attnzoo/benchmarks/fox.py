@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +50,6 @@ from attnzoo.benchmarks.measure import (
     race,
     relative,
     save,
-    sharing,
     timing,
 )
 from attnzoo.kernels.fox import fox_attention, kept_fraction
@@ -103,10 +101,10 @@ class Contender:
 def draw(B: int, H: int, T: int, K: int, seed: int = 0, *, kv_heads: int | None = None, device: str = "cuda") -> Inputs:
     """Normed q [B, T, H, K] and k, and gates of which three quarters are local (``decay_lengths``); k and v have
     ``kv_heads`` heads (None: H)."""
-    generator = torch.Generator().manual_seed(seed)
-    tau = decay_lengths(H, generator).to(device)
+    G = kv_heads or H
+    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).to(device)
     torch.manual_seed(seed)
-    q, k, v, do = (torch.randn(B, T, n, K, device=device) for n in (H, kv_heads or H, kv_heads or H, H))
+    q, k, v, do = (torch.randn(B, T, n, K, device=device) for n in (H, G, G, H))
     g = -2 * torch.rand(B, T, H, device=device) / tau
     q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
     return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, do.bfloat16())
@@ -278,12 +276,9 @@ def measure(
     Raises:
         ValueError: heads that cannot share ``kv_heads`` evenly; an unknown contender.
     """
-    shared = sharing(shapes, kv_heads)
     found, missing = contenders(official)
     peers = chosen(found, only)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
-    if kv_heads is not None:
-        result["kv_heads"] = kv_heads
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
     print(*not_measured(missing), sep="\n", flush=True)
 
@@ -311,8 +306,8 @@ def measure(
         }
 
     race(
-        result, peers, shapes, seconds, draw=partial(draw, kv_heads=kv_heads), errors=partial(errors, shared=shared),
-        limits=LIMITS, common=kept, times=times, keep=keep,
+        result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times, keep=keep,
+        kv_heads=kv_heads,
     )  # fmt: skip
     return result
 
@@ -323,14 +318,15 @@ def table(result: Result) -> str:
         headline(result),
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s.",
         *not_measured(result["missing"]),
-        "",
     ]
     if "kv_heads" in result:
-        lines[-1:] = ["Each call of a kernel that cannot share keys, as ours and FLA do, repeats k and v.", ""]
+        lines.append("Each call of a kernel that cannot share keys, as ours and FLA do, repeats k and v.")
+    lines.append("")
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
         rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
         both = {r["name"]: r["both_ms"] for r in rows}
         kept = ", ".join(f"{bound} {share:.3f}" for bound, share in rows[0]["kept"].items())
+        shares = {f"ours, pruned ({b})": share * both.get("ours", 0.0) for b, share in rows[0]["kept"].items()}
         lines += [
             f"### (B, H, T, K) = {shape}{of_kv_heads(result)}; blocks kept: {kept}",
             "",
@@ -340,7 +336,6 @@ def table(result: Result) -> str:
         ]
         for r in rows:
             ratios = [f"{both[o] / r['both_ms']:.2f}" if o in both else "-" for o in ("official", "official, pruned")]
-            shares = {f"ours, pruned ({bound})": share * both.get("ours", 0.0) for bound, share in r["kept"].items()}
             share = shares.get(r["name"])
             cells = (
                 r["name"],

@@ -181,8 +181,9 @@ X = TypeVar("X")  # inputs of one shape
 
 def race(
     result: Result, peers: Sequence[N], shapes: Sequence[tuple[int, ...]], seconds: float, *,
-    draw: Callable[..., X], errors: Callable[[N, int], dict[str, float]], limits: Mapping[str, float],
+    draw: Callable[..., X], errors: Callable[..., dict[str, float]], limits: Mapping[str, float],
     common: Callable[[X], Result], times: Callable[[N, X], Result | None], keep: Callable[[Result], None],
+    kv_heads: int | None = None,
 ) -> bool:  # fmt: skip
     """Time the peers that are right, shape by shape; rows and errors go into ``result``. Whether the time sufficed.
 
@@ -190,12 +191,21 @@ def race(
 
     Args:
         shapes: (B, H, T, K) each.
-        draw: inputs of a shape.
-        errors: of a peer at a head dim, by name, measured once each; a peer beyond ``limits`` is not timed.
+        draw: inputs of a shape; with ``kv_heads`` by that name.
+        errors: of a peer at a head dim, by name, measured once each; a peer beyond ``limits`` is not timed. With
+            ``kv_heads``, ``shared`` is how many query heads have one key head, at most.
         common: what a shape's rows have in common.
         times: what is measured of a peer; None: not at this shape.
         keep: called with ``result`` whenever something has come, as :func:`keeper` makes it.
+        kv_heads: of keys and values, which query heads share; None: each has its own.
+
+    Raises:
+        ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
     """
+    if kv_heads is not None:
+        result["kv_heads"] = kv_heads
+        draw = functools.partial(draw, kv_heads=kv_heads)
+        errors = functools.partial(errors, shared=sharing(shapes, kv_heads))
     deadline = time.time() + seconds
     result |= {"errors": [], "rows": []}
     missing: list[str] = result.setdefault("missing", [])
@@ -231,16 +241,16 @@ def race(
     return True
 
 
-def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int | None) -> int:
-    """How many query heads share a key head, at most, in shapes (B, H, T, K); 1 where each has its own (None).
+def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int) -> int:
+    """How many query heads share a key head, at most, in shapes (B, H, T, K).
 
     Raises:
         ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
     """
     for shape in shapes:
-        if kv_heads is not None and shape[1] % kv_heads:
+        if shape[1] % kv_heads:
             raise ValueError(f"--kv-heads: expected a divisor of the {shape[1]} heads of {shape}, got {kv_heads}")
-    return max(shape[1] // (kv_heads or shape[1]) for shape in shapes)
+    return max(shape[1] // kv_heads for shape in shapes)
 
 
 def few_heads(shared: int) -> tuple[int, int]:

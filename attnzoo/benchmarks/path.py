@@ -18,7 +18,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from attnzoo.benchmarks.measure import (
     race,
     relative,
     save,
-    sharing,
     time_and_memory,
 )
 from attnzoo.kernels.fox import fox_attention
@@ -178,12 +176,9 @@ def measure(
 
     Args, and what is raised: as of :func:`attnzoo.benchmarks.fox.measure`.
     """
-    shared = sharing(shapes, kv_heads)
     found, missing = contenders()
     peers = chosen(found, only)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
-    if kv_heads is not None:
-        result["kv_heads"] = kv_heads
     result |= {"copy_TBps": copy_bandwidth(), "decode": []}
     print(result, flush=True)
 
@@ -196,8 +191,8 @@ def measure(
 
     limits = dict.fromkeys(ERRORS, LIMIT)
     whole = race(
-        result, peers, shapes, seconds, draw=partial(draw, kv_heads=kv_heads), errors=partial(errors, shared=shared),
-        limits=limits, common=kept, times=times, keep=keep,
+        result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times, keep=keep,
+        kv_heads=kv_heads,
     )  # fmt: skip
     for shape in DECODE if decode and whole else ():
         result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))

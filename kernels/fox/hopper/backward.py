@@ -136,7 +136,8 @@ def fox_backward_hopper(
     apart = heads_apart(T, H // G, K, V, start is not None)
     end, opened, order = lse, lse, head_order(start, G)
     if since is not None or start is not None:
-        end, _, opened, _ = key_bounds(since, start, B, T, H, S)
+        bounds = key_bounds(since, start, B, T, H, S)
+        end, opened = bounds.end, bounds.open
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
     n_s, heads = cdiv(S, t.BS), B * H if apart else B * G

@@ -89,7 +89,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
             i = _row(n, tiles, BT)
             b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + off, S - 1), GATE, KU)
             b_first = first_keys(p_sinceh, i, i_open, T, HAS_SINCE, BT)
-            start = i * 0
+            start = 0
             if PARTLY:
                 start = gl.load(p_starth + i // RU)
             load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_b, i_b, i_bh, i_h, i, 0, b_at, b_ref,

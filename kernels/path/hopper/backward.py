@@ -45,7 +45,8 @@ def launch_hopper_backward(
     limits = (lse if since is None else since, lse if start is None else start)
     end = full = cut = lse
     if since is not None or start is not None:
-        end, full, _, cut = key_bounds(since, start, B, T, H, T)
+        bounds = key_bounds(since, start, B, T, H, T)
+        end, full, cut = bounds.end, bounds.full, bounds.cut
     flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
     bounded = {"HAS_SINCE": since is not None, "REP": H // G, "H": H, "BK": BK, **flags}
     p_w, extra = lse if drow is None else drow, (lse if dlse is None else dlse, lse if sink is None else sink)
