@@ -192,7 +192,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
         return {"both_ms": 1.0}
 
     def table(result: dict[str, Any]) -> str:
-        return f"{len(result['rows'])} rows, {len(result['errors'])} errors\n"
+        return f"{len(result['rows'])} rows, {len(result['errors'])} errors, {result['missing']}\n"
 
     peers = [Contender(name) for name in ("first", "second", "third")]
     with pytest.raises(KeyboardInterrupt):
@@ -202,7 +202,8 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
         )  # fmt: skip
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["first", "second"]
-    assert (tmp_path / "out/results.md").read_text() == "2 rows, 3 errors\n"
+    said = "['what comes after these rows: the run had not ended']"
+    assert (tmp_path / "out/results.md").read_text() == f"2 rows, 3 errors, {said}\n"
 
 
 def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:

@@ -24,6 +24,7 @@ from attnzoo.benchmarks.fox import PRUNE, Inputs, draw, official_module
 from attnzoo.benchmarks.measure import (
     Result,
     copy_bandwidth,
+    keeper,
     load_peer,
     machine,
     milliseconds,
@@ -127,9 +128,10 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> 
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
     result: Result = {"machine": machine(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
+    keep = keeper(out, table)
     for shape in shapes or SHAPES:
         result["rows"] += measure(shape, official, result["bandwidth"], missing)
-        save(out, result, table(result))
+        keep(result)
         torch.cuda.empty_cache()
     result["missing"] = list(dict.fromkeys(missing))
     save(out, result, table(result))

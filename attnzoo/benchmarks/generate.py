@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.benchmarks.measure import Result, chosen, load_peer, machine, not_measured, save
+from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, not_measured, save
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.cache import KVCache, RecurrentState
 from attnzoo.forms.carried import CarriedPool
@@ -267,7 +267,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
         }
     runs = {name: run for name, run in runs.items() if name in asked}
     result: Result = {"machine": machine(), "sizes": str(SIZES), "missing": missing, "rows": []}
-    end = time.perf_counter() + seconds
+    end, keep = time.perf_counter() + seconds, keeper(out, table)
     cells = [(B, S) for B in batch or (4,) for S in tokens or (16384,)]
     for name, (make, step) in runs.items():
         model = None
@@ -287,7 +287,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
             if found:
                 result["rows"].append({"name": name, "batch": B, "tokens": S, **found})
                 print(json.dumps(result["rows"][-1]), flush=True)
-                save(out, result, table(result))
+                keep(result)
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()  # the guards of a cell are not asked in the next

@@ -303,5 +303,10 @@ def save(out: Path, result: Result, table: str) -> None:
 
 
 def keeper(out: Path, table: Callable[[Result], str]) -> Callable[[Result], None]:
-    """A function that saves a result that is not whole yet, so that an interruption loses nothing of it."""
-    return lambda result: save(out, result, table(result))
+    """A function that saves a result that is not whole yet, and says so in it: an interruption loses nothing."""
+
+    def keep(result: Result) -> None:
+        part = {**result, "missing": [*result.get("missing", []), "what comes after these rows: the run had not ended"]}
+        save(out, part, table(part))
+
+    return keep
