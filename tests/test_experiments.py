@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
+from own_experiment import start, write_own
 from rich.console import Console
-from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.cli import app
 from attnzoo.data.tasks import Examples, build_task
@@ -27,48 +26,15 @@ from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
 from attnzoo.experiments.plan import Plan
 from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, verdict_table
-from attnzoo.experiments.run import run_experiment
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
-
-OWN = """
-from attnzoo.data.tasks import TASKS
-from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Overlay, Size
-from attnzoo.experiments.probes import Wrong, WrongOver
-
-ERROR = "wrong answers"
-TASK = TASKS["flip_flop"]
-EXPERIMENT = Experiment(
-    title="Mine",
-    question="Is a <fox> better than none?",
-    arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
-    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4), "gpu": Size(SETTINGS, lrs=(0.01,))},
-    settings=("data.source=task:mine.py", "data.context_length=8"),
-    probes=(
-        Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))
-    ),
-    expectations=(
-        Expectation("It is.", "a paper, Table 1", Below(Value("fox", ERROR, 1.0), Value("none, one head", ERROR, 1.0))),
-        Expectation("It solves it.", "a paper, Table 2", AtMost(Value("fox", "longer"), 0.01)),
-        Expectation("On a GPU.", "a paper, Table 3", AtLeast(Value("fox", "longer"), 0.01), sizes=("gpu",)),
-    ),
-    grids=(Grid("both", ("row",), ("a", "b", "c"), (("fox", "none, one head", ""),), ERROR),),
-    maps=("noise", "longer"),
-    overlays=(
-        Overlay("Both at once", "share", (("a fox", "fox", ERROR), ("no fox", "none, one head", ERROR)),
-                (("one point", "fox", "longer", "longer"),)),
-    ),
-)
-"""
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """The name of an experiment of one's own, in the folder that is current."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)))
-    return "mine.py"
+    return write_own()
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +42,7 @@ def finished(tmp_path_factory):
     """A folder in which it has run."""
     folder = tmp_path_factory.mktemp("finished")
     with contextlib.chdir(folder):
-        Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)))
-        start("mine.py")
+        start(write_own())
     return folder
 
 
@@ -88,56 +53,11 @@ def done(own, finished):
     return own
 
 
-@pytest.fixture
-def chained(own):
-    """The same with an arm "on" that starts from the weights of another."""
-    arm = 'Arm("on", "nope", settings=("model.num_heads=1",), lrs=(1e-12,), after="none, one head"),'
-    Path(own).write_text(Path(own).read_text().replace("lrs=(0.1,))),", f"lrs=(0.1,)), {arm}),"))
-    return own
-
-
-def start(name, minutes=None, only=(), **options):
-    plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
-    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)
-
-
-def run_arm(plan, name):
-    """All runs of an arm that has one learning rate."""
-    for seed in range(plan.seeds):
-        running.run_seed(plan, name, seed)
-
-
 @pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
 def test_a_setting_that_each_run_overrides_is_refused(own, setting):
     Path(own).write_text(Path(own).read_text().replace("model.num_heads=1", setting))
     with pytest.raises(ValueError, match=r"none, one head.*: settings: optimizer\.lr is set for each run .*are lrs"):
         start(own)
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("optimizer.lr=0.1", "optimizer.lr"),
-        ("optimizer={lr: 0.1}", "optimizer.lr"),
-        ("model={attention: nope}", "model.attention"),
-        ("model={attention_options: {window: 2}}", "model.attention_options"),
-        ("model.attention_options.window=2", "model.attention_options"),
-        ("data={seed: 3}", "data.seed"),
-        ("start_from=elsewhere", "start_from"),
-    ],
-)
-def test_an_override_of_what_each_run_sets_is_refused(chained, override, key):
-    with pytest.raises(ValueError, match=rf"{re.escape(key)}: the experiment sets it for each run"):
-        start(chained, overrides=(override,))
-    assert not Path("out").exists()
-
-
-def test_a_source_of_weights_beside_an_arm_s_own_is_refused(chained):
-    text = Path(chained).read_text()
-    text = text.replace('num_heads=1",), lrs=(1e-12,)', 'num_heads=1", "start_from=x"), lrs=(1e-12,)')
-    Path(chained).write_text(text)
-    with pytest.raises(ValueError, match="arm 'on': settings: start_from is set for each run"):
-        start(chained)
 
 
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
@@ -311,79 +231,6 @@ def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch)
         start(done, only=["fix"])
 
 
-def test_single_arm_comes_with_those_that_it_starts_from(chained):
-    experiment = find(chained)
-    for only, expected in ((["on"], ["none, one head", "on"]), (["fox"], ["fox"])):
-        assert [arm.name for arm in running._with_those_before(experiment, only)] == expected
-
-
-def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
-    experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
-    first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
-    for seed, before in enumerate((first, second)):
-        assert running.run_seed(plan, "on", seed).validation == pytest.approx(before, rel=1e-6)
-    assert first != second
-    _, after = running._tasks(plan, experiment, experiment.arms)
-    assert {label: before for label, before in after.items() if before and not label.startswith("fox")} == {
-        f"on, seed {seed}": [f"none, one head, seed {seed}"] for seed in (0, 1)
-    }
-    longer = replace(plan, overrides=("steps=3",))
-    assert not running._finished(longer, experiment, experiment.arm("on"))[1]
-    elsewhere = replace(plan, out=Path("out").rename("other"))
-    assert len(running._finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
-    with pytest.raises(ValueError, match="unknown after 'on' of the arm 'fox'"):
-        replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
-    with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
-        plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
-
-
-def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_them(chained, monkeypatch):
-    plan, base = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
-    run_arm(plan, base)
-    on, before = running.run_seed(plan, "on", 0), running.run_seed(plan, base, 1)
-    for checkpoints in Path("out").glob("*/*/checkpoints"):
-        shutil.rmtree(checkpoints)
-    trained, folders = running.train, []
-    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
-    run_arm(plan, base)  # seed 0 is asked for by no arm any more
-    assert folders == ["out/none-one-head/lr0.1-seed1"]
-    run_arm(plan, "on")
-    assert folders[1:] == ["out/on/lr1e-12-seed1"]
-    assert running.run_seed(plan, "on", 0) == on
-    assert running.run_seed(plan, "on", 1).validation == pytest.approx(before.validation, rel=1e-6)
-
-
-def test_weights_that_another_training_gives_are_measured_with_those_that_start_from_them(chained, monkeypatch):
-    """On a GPU training does not repeat itself to the bit; what is compared in pairs starts from the same weights."""
-    plan, base, experiment = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head", find(chained)
-    run_arm(plan, base)
-    before = [running.run_seed(plan, base, 1), running.run_seed(plan, "on", 0)]
-    trained, seeded = running.train, torch.manual_seed
-
-    def lose_and_train_otherwise():
-        for checkpoints in Path("out").glob("*/*/checkpoints"):
-            shutil.rmtree(checkpoints)
-
-        def train(config):
-            with monkeypatch.context() as patch:
-                patch.setattr(torch, "manual_seed", lambda seed: seeded(seed + 100))
-                trained(config)
-
-        monkeypatch.setattr(running, "train", train)
-
-    lose_and_train_otherwise()
-    again = running.run_seed(plan, base, 1)
-    assert again.validation != before[0].validation
-    assert running.run_seed(plan, base, 1) == again
-    assert running.run_seed(plan, "on", 1).validation == pytest.approx(again.validation, rel=1e-6)
-    assert running.run_seed(plan, "on", 0) == before[1]  # its own base was not trained again
-    Path("out/none-one-head/lr0.1-seed0/measured.json").unlink()
-    running.run_seed(plan, base, 0)
-    assert [run.seed for run in running._finished(plan, experiment, experiment.arm("on"))[1]] == [1]
-    run_arm(plan, "on")
-    assert running.run_seed(plan, "on", 0).validation == pytest.approx(running.run_seed(plan, base, 0).validation)
-
-
 def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     trained = running.train
 
@@ -409,25 +256,6 @@ def test_a_field_without_a_number_has_no_colour(done):
     page = render_experiment(find(done), replace(whole, runs=runs))
     assert '<td class="none"><b>–</b>' in page
     assert not re.search(r'<td style="--s: \d+%"><b>–', page)  # the colour of the best
-
-
-def test_arm_after_one_that_diverged_has_no_numbers_and_says_why(chained, monkeypatch):
-    trained = running.train
-
-    def diverge(config):
-        if "none-one-head" in config.output_dir and config.seed == 1:
-            raise FloatingPointError("the loss is not finite")
-        return trained(config)
-
-    monkeypatch.setattr(running, "train", diverge)
-    page = start(chained, only=("on",)).read_text()
-    outcome = load_outcome(Path("out/result.json"))
-    one, other = outcome.of("on")
-    assert one.values
-    assert not one.note
-    assert not other.values
-    assert other.note == "none, one head, whose weights it would start from: the loss is not finite"
-    assert page.count("the loss is not finite") == 2
 
 
 def test_plan_goes_to_another_process(own):
