@@ -15,10 +15,11 @@ from tiny_runs import config_of, write_text
 from attnzoo import cli
 from attnzoo.data import decode, encode
 from attnzoo.data.tokenizer import END, byte_tokenizer, byte_tokens, text_of_bytes
+from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
 from attnzoo.training import exchange, load_run, train
-from attnzoo.training.generate import Unfolding, load_text_model
+from attnzoo.training.generate import Continuation, load_text_model
 
 PROMPT = "7 and one is"
 
@@ -184,6 +185,52 @@ def test_words_of_a_tokenizer_that_gives_the_first_one_no_space_stay_apart():
         pieces = [unfolding.after(more[:n], n == len(more)) for n in range(1, len(more) + 1)]
         assert "".join(pieces) == words.decode([*before, *more]).removeprefix(words.decode(before))
         assert "".join(pieces).startswith(" of a key" if before else "of a key")
+
+
+class Writes(torch.nn.Module):
+    """A head that writes these tokens and then the last one."""
+
+    def __init__(self, head, tokens):
+        super().__init__()
+        self.weight, self.tokens, self.step = head.weight, tokens, 0
+
+    def forward(self, x):
+        self.step += 1
+        token = self.tokens[min(self.step, len(self.tokens)) - 1]
+        return torch.nn.functional.one_hot(torch.tensor(token), len(self.weight)).expand(*x.shape[:-1], -1).float()
+
+
+def written(run, tokens, **options):
+    loaded = load_text_model(run, "cpu")
+    loaded.model.head = Writes(loaded.model.head, tokens)
+    continuation = Continuation(loaded, "7", 30, sampling={"temperature": 0.0}, **options)
+    return "".join(continuation), continuation.request.tokens
+
+
+@pytest.mark.parametrize("text", ["\u65e5\u672c\u8a9e", "na\u00efve \u05e9\u05dc\u05d5\u05dd \U0001f917"])
+def test_text_of_byte_fallback_is_written_whole(text, run, tmp_path):
+    """Four tokens become known at a time."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    words.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    exchange.export_run(run, tmp_path / "out")
+    words.save(str(tmp_path / "out" / "tokenizer.json"))
+    (tmp_path / "out" / "tokenizer_config.json").write_text("{}")
+    assert written(tmp_path / "out", [*text.encode(), ord("\n")])[0] == text + "\n" * (30 - len(text.encode()))
+
+
+def test_the_text_ends_at_a_special_tokens_name(run, tmp_path):
+    exchange.export_run(run, tmp_path / "out")
+    folder, tokens = tmp_path / "out", [*b"aaa", 7, *b"\nb", 7, *b"aa"]
+    made = byte_tokenizer()
+    (name,) = (name for name, token in made.get_vocab().items() if token == 7)
+    made.add_special_tokens([name])
+    made.save(str(folder / "tokenizer.json"))
+    assert written(folder, tokens, stop=[name]) == ("aaa", tokens[:4])
+    assert written(folder, tokens, stop=["never", name + "\n"])[0] == "aaa"
+    assert written(folder, tokens, stop=["b" + name])[0] == "aaa\n"
+    assert written(run, [*b"ab", 0], stop=[END]) == ("ab", [*b"ab", 0])
 
 
 def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from attnzoo.config import ModelConfig
+from attnzoo.data.unfolding import Decoding
 from attnzoo.models import LanguageModel
 
 END = 0
@@ -168,6 +169,26 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
     for name, message in (("top_p", "expected 1 in"), ("topk", "did you mean 'top_k'")):
         with pytest.raises(ValueError, match=message):
             adapter.generate_until([Request("ab", {name: 0.5})])
+
+
+def test_generation_ends_at_a_special_tokens_name_and_what_follows_is_not_scored(model, monkeypatch):
+    """As `until: ["<|im_end|>"]` of a chat model, whose name is not in the text of its tokens."""
+    end_of_turn, written = 7, [*b"aaa", 7, *b"\nb", 7, *b"aa"]
+    decoding = Decoding(lambda tokens: decode([t for t in tokens if t != end_of_turn]), {"<|im_end|>": end_of_turn})
+    steps: list[int] = []
+
+    def drawn(logits, settings, random):
+        steps.append(written[len(steps) % len(written)])
+        return torch.tensor([[steps[-1]]])
+
+    monkeypatch.setattr(harness, "_drawn", drawn)
+    adapter = HarnessModel(model, encode, decoding, END)
+    for until, text, tokens in (
+        ("<|im_end|>", "aaa", 4), ("<|im_end|>\n", "aaa", 5), ("b<|im_end|>", "aaa\n", 7), ("a\n", "aa", 5),
+    ):  # fmt: skip
+        steps.clear()
+        assert adapter.generate_until([Request("x", {"until": [until], "max_gen_toks": 9})]) == [text]
+        assert len(steps) == tokens
 
 
 def test_a_window_without_room_for_a_context_beside_what_is_generated_is_refused(model):

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor, nn
 
 from attnzoo.data.tasks import UNASKED
+from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import nearest, unknown
 from attnzoo.evaluation.scores import score_targets
 
@@ -60,7 +61,8 @@ class HarnessModel(LM):  # type: ignore[misc]
     Args:
         model: an :class:`attnzoo.models.LanguageModel`.
         encode: a text's tokens, behind what stands before every text.
-        decode: the text of tokens.
+        decode: the text of tokens; a :class:`~attnzoo.data.unfolding.Decoding` knows special tokens, at whose names a
+            text can be asked to end.
         end: the token that ends a document; None where there is none.
         window: most tokens that the model is given; None for no limit.
         stop: other tokens that end what it writes.
@@ -197,7 +199,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return found
 
     @torch.inference_mode()
-    def _continued(self, contexts: Sequence[list[int]], settings: Mapping[str, Any], most: int) -> Iterator[str]:
+    def _continued(self, contexts: Sequence[list[int]], settings: Mapping[str, Any], most: int) -> list[str]:
         """The text that follows each context."""
         for name in settings:
             if name not in SETTINGS:
@@ -216,21 +218,21 @@ class HarnessModel(LM):  # type: ignore[misc]
         cache, random = whole.new_cache(), torch.Generator(self._device).manual_seed(0)
         step, given = tokens.to(self._device), None if bool(mask.all()) else mask.to(self._device)
         new: list[list[int]] = [[] for _ in contexts]
+        unfolding = [Unfolding(self.decode, stop=[text for text in until if text]) for _ in contexts]
         texts, open_rows = [""] * len(contexts), set(range(len(contexts)))
-        for _ in range(most):
+        for number in range(1, most + 1):
             hidden = whole.hidden(step, attention_mask=given, cache=cache)
             step, given = _drawn(whole.head(hidden[:, -1]).float(), settings, random), None
             for row in list(open_rows):
                 token = int(step[row])
-                new[row].append(token)
-                texts[row] = self.decode(new[row] if token not in self.stop else new[row][:-1])
-                if token in self.stop or any(stop in texts[row] for stop in until if stop):
+                ended = token in self.stop
+                new[row] += [] if ended else [token]
+                texts[row] += unfolding[row].after(new[row], ended or number == most)
+                if ended or unfolding[row].ended:
                     open_rows.remove(row)
             if not open_rows:
                 break
-        for text in texts:
-            ends = [text.index(stop) for stop in until if stop and stop in text]
-            yield text[: min(ends, default=len(text))]
+        return texts
 
 
 def _drawn(logits: Tensor, settings: Mapping[str, Any], random: torch.Generator) -> Tensor:

@@ -6,9 +6,7 @@ import shlex
 import time
 from collections import abc
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ import torch
 from attnzoo.algebra.pruning import Evict
 from attnzoo.data import DOCUMENT_END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
+from attnzoo.data.tokenizer import END, byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
+from attnzoo.data.unfolding import Decoding, Unfolding
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
@@ -39,7 +38,7 @@ class TextModel:
 
     model: LanguageModel
     encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    decode: Decoding
     stop: frozenset[int]
 
 
@@ -82,12 +81,13 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
             kind = "expected a model whose layers forget alone, got one that learns it"
             raise ValueError(f"{str(source)!r}: {kind} ({now})")
     if of_bytes:
-        return TextModel(model.to(dtype).eval(), byte_tokens, text_of_bytes, frozenset([DOCUMENT_END]))
+        decode = Decoding(text_of_bytes, {END: DOCUMENT_END})
+        return TextModel(model.to(dtype).eval(), byte_tokens, decode, frozenset([DOCUMENT_END]))
     tokenizer = parse_tokenizer(files[TOKENIZER])
     return TextModel(
         model.to(dtype).eval(),
         prompt_encoder(tokenizer),
-        lambda tokens: str(tokenizer.decode(list(tokens))),
+        Decoding.of_tokenizer(tokenizer),
         frozenset(ends_of(files, source)),
     )
 
@@ -114,7 +114,7 @@ class Continuation:
         evict: weight that rows may lose for keys that are given up, or "offload", or None for none.
         budget: what each layer that forgets may hold, or None for what it has not forgotten.
         sampling: see :meth:`~attnzoo.models.engine.Generator.add`.
-        stop: texts before the first of which it ends.
+        stop: texts before the first of which it ends, special tokens by their names among them.
 
     Attributes:
         request: the sequence as the generator knows it.
@@ -140,6 +140,9 @@ class Continuation:
     speed: float | None = None
 
     def __post_init__(self) -> None:
+        for name, text in (("prompt", self.prompt), *(("stop", text) for text in self.stop)):
+            if (half := next((at for at, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)) is not None:
+                raise ValueError(f"{name}: expected text, got half of a surrogate pair at {half}, {text[half]!r}")
         tokens = self.source.encode(self.prompt)
         if not tokens:
             raise ValueError(f"prompt: expected a text of at least one token, got {self.prompt!r}")
@@ -148,24 +151,12 @@ class Continuation:
         self._generator = Generator(
             self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
         )
-        number = self._generator.add(tokens, self.max_tokens, stop=self.source.stop, **self.sampling)
+        special = self.source.decode.special
+        ends = self.source.stop | {special[text] for text in self.stop if text in special}
+        number = self._generator.add(tokens, self.max_tokens, stop=ends, **self.sampling)
         self.request = self._generator.requests[number]
 
     def __iter__(self) -> abc.Generator[str, None, None]:
-        waits = ""  # may be the beginning of a text to stop at
-        with closing(self._pieces()) as pieces:
-            for piece in pieces:
-                waits += piece
-                found = min((at for at in map(waits.find, self.stop) if at >= 0), default=None)
-                if found is not None:
-                    yield waits[:found]
-                    return
-                held = max((n for stop in self.stop for n in range(len(stop)) if waits.endswith(stop[:n])), default=0)
-                yield waits[: len(waits) - held]
-                waits = waits[len(waits) - held :]
-        yield waits
-
-    def _pieces(self) -> abc.Generator[str, None, None]:
         """The text as it becomes known, whole characters; however it ends, what was used is known afterwards."""
         generator, request = self._generator, self.request
         start = time.perf_counter()
@@ -174,12 +165,14 @@ class Continuation:
             generator.admit()
             int(generator.batch.tokens[0])  # waits for the device
             self.prefill_seconds = time.perf_counter() - start
-            text = Unfolding(self.source.decode, request.prompt)
+            text = Unfolding(self.source.decode, request.prompt, self.stop)
             for _ in generator.stream():
                 if not begun:
                     begun, before = time.perf_counter(), len(request.tokens)
-                ended = request.tokens[-1] in self.source.stop
+                ended = request.tokens[-1] in request.stop
                 yield text.after(request.tokens[:-1] if ended else request.tokens, request.done)
+                if text.ended:
+                    return
         finally:
             self.bytes = generator.bytes()
             if len(request.tokens) > before > 0:
@@ -210,39 +203,6 @@ class Continuation:
         if forgets:
             lines.append("layers that forget gave up keys as they were trained to; nothing bounds what that changes")
         return lines
-
-
-class Unfolding:
-    """Text from tokens that become known one after the other; only the last of them are decoded again.
-
-    Args:
-        decode: the text of tokens; what it makes of one may depend on the one before: many tokenizers give the first
-            word no space in front.
-        prompt: the tokens before, whose text is known.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
-        self.decode, self.tokens, self.prompt = decode, list(prompt), len(prompt)
-        self.start, self.end = 0, len(self.tokens)  # those decoded last, all of whose characters were whole
-        self.given = decode(self.tokens)  # of the text from `start` on
-
-    def after(self, tokens: Sequence[int], done: bool) -> str:
-        """What is new by all tokens after the prompt; a character whose last bytes may be missing waits unless done."""
-        self.tokens += tokens[len(self.tokens) - self.prompt :]
-        text = self.decode(self.tokens[self.start :])
-        whole = text
-        for _ in range(0 if done else 3):  # a character has at most so many bytes before its last one
-            whole = whole.removesuffix("\ufffd")
-        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(whole, self.given, strict=False)))
-        if same < len(self.given) and not done:
-            return ""
-        new, self.given = whole[same:], whole
-        if whole == text:
-            rest = self.decode(self.tokens[self.end :])
-            if rest:  # else the next word would be the first one
-                self.start, self.given = self.end, rest
-            self.end = len(self.tokens)
-        return new
 
 
 def _memory(number: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from attnzoo.data.sources import encode as encode_bytes
 from attnzoo.data.tasks import Examples
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.tokenizer import parse_tokenizer, prompt_encoder, read_tokenizer, special_tokens
+from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
 from attnzoo.files import json_object
@@ -86,9 +87,10 @@ class Subject:
             return self.encode(text)
         return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    @cached_property
+    def decode(self) -> Decoding:
         """The text of tokens; ValueError as :meth:`encode`."""
-        return decode_bytes(tokens) if self._bytes else str(self._tokenizer.decode(list(tokens)))
+        return Decoding(decode_bytes) if self._bytes else Decoding.of_tokenizer(self._tokenizer)
 
     @property
     def end(self) -> int | None:
