@@ -266,6 +266,11 @@ def test_what_cannot_be_continued_is_refused_by_name(run, tmp_path):
         ran(run, "--prompt", "a", "--top-p", 2, "--device", "cpu")
     with pytest.raises(ValueError, match="prompt: expected a text of at least one token, got ''"):
         ran(run, "--prompt", "", "--device", "cpu")
+    loaded = load_text_model(run, "cpu")
+    with pytest.raises(ValueError, match=r"prompt: expected text, got half of a surrogate pair at 1, '\\ud83e'"):
+        Continuation(loaded, "a\ud83e", 4)
+    with pytest.raises(ValueError, match="stop: expected text, got half of a surrogate pair at 0"):
+        Continuation(loaded, "a", 4, stop=["b", "\udc00"])
     wrong = ["generate", str(run), "--prompt", "a", "--temperature", "-1"]
     refused = CliRunner().invoke(cli.app, wrong)
     assert isinstance(refused.exception, ValueError)
