@@ -12,11 +12,13 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+PART = ".part"
+MARK = "made-by-attnzoo"  # in each folder that is made to be removed again
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -25,18 +27,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Of several that write it at once, each waits for the one before it.
 
     Raises:
+        FileExistsError: what stands beside it under the name of the folder that it is made in is somebody else's.
         OSError: it cannot be written; what was there before stays, and nothing is left beside it.
     """
-    part = path.with_name(f".{path.name}.part")
-    with _held(part, folder=False) as descriptor:
+    with _scratch(part_of(path), wait=True) as scratch:
         try:
-            os.ftruncate(descriptor, 0)
-            with open(descriptor, "wb", closefd=False) as file:
+            with open(scratch / path.name, "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
-            os.fsync(descriptor)
-            os.replace(part, path)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch / path.name, path)
         except BaseException as error:
-            part.unlink(missing_ok=True)
             _name(error, path)
             raise
 
@@ -45,15 +46,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill beside its place; when all went well it is flushed to the disk and renamed to `folder`.
 
+    Where `folder` is a link, the folder appears where that leads.
+
     Raises:
-        FileExistsError: there is something in `folder`, or another process is filling it.
+        FileExistsError: there is something in `folder`, another process is filling it, or what stands beside it under
+            the name of the folder that it is made in is somebody else's.
         OSError: it cannot be made; nothing is left.
     """
     check_free(folder)
-    part = folder.with_name(f".{folder.name}.part")
-    with _held(part, folder=True):
+    folder = folder.resolve() if folder.is_symlink() else folder
+    with scratch_folder(part_of(folder)) as part:
         try:
-            _empty(part)
             yield part
             for path in (*part.rglob("*"), part):
                 sync(path)
@@ -61,66 +64,108 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                 folder.rmdir()
             os.replace(part, folder)
         except BaseException as error:
-            shutil.rmtree(part, ignore_errors=True)
             _name(error, folder)
             raise
 
 
+def part_of(path: Path) -> Path:
+    """Where a file or a folder is made that then takes its place: beside it."""
+    return path.with_name(f".{path.name}{PART}")
+
+
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that is gone afterwards; what a kill leaves in it goes when it is asked for again.
+    """An empty folder inside `folder`, which nobody else has meanwhile and which is gone afterwards.
+
+    What a kill leaves goes when it is asked for again. Nothing goes that was not made here: `folder` is known by the
+    file `made-by-attnzoo` in it, and no link is followed. The folder inside may be renamed away.
 
     Raises:
-        FileExistsError: another process has it.
+        FileExistsError: another process has it, or `folder` was not made here.
         OSError: it cannot be made.
     """
-    with _held(folder, folder=True):
+    with _scratch(folder, wait=False):
+        inner = scratch_content(folder)
+        inner.mkdir()
+        yield inner
+
+
+def scratch_content(folder: Path) -> Path:
+    """What :func:`scratch_folder` of `folder` gives."""
+    return folder / folder.name.removeprefix(".").removesuffix(PART)
+
+
+@contextmanager
+def _scratch(folder: Path, *, wait: bool) -> Iterator[Path]:
+    """`folder`, made here and empty but for the mark, whose lock says that it is in use."""
+    made, lock = _marked(folder, wait)
+    try:
+        _empty(made)
+        yield folder
+    finally:
+        with suppress(OSError):
+            _empty(made)
+            os.unlink(MARK, dir_fd=made)  # last, as without it the rest would be somebody else's
+            os.rmdir(folder)
+        os.close(lock)
+        os.close(made)
+
+
+def _marked(folder: Path, wait: bool) -> tuple[int, int]:
+    """Descriptors of a folder that is made, or was made here before, and of its mark, which is locked."""
+    taken = f"expected no {str(folder)!r}, where files are made before they take their place; attnzoo has not made "
+    taken += "what is there and leaves it alone: rename it"
+    while True:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _empty(folder)
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            own = True
+        except FileExistsError:
+            own = False  # yet
+        with ExitStack() as stack:
+            try:
+                made = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                stack.callback(os.close, made)
+                names = os.listdir(made)
+                own = own or (os.fstat(made).st_uid == os.geteuid() and (not names or MARK in names))
+                if not own:
+                    raise FileExistsError(taken)
+                lock = os.open(MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=made)
+                stack.callback(os.close, lock)
+            except FileNotFoundError:  # who had it has just removed it
+                continue
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                raise FileExistsError(taken) from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise FileExistsError(
+                    f"expected a folder to fill, got {str(folder)!r}: another process does"
+                ) from error
+            with suppress(FileNotFoundError):
+                there = folder.lstat(), os.stat(MARK, dir_fd=made, follow_symlinks=False)
+                if all(
+                    os.path.samestat(os.fstat(opened), now) for opened, now in zip((made, lock), there, strict=True)
+                ):
+                    stack.pop_all()
+                    return made, lock
 
 
-def _empty(folder: Path) -> None:
-    for left in folder.iterdir():  # by a kill
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+def _empty(folder: int) -> None:
+    """Remove all but the mark from an open folder."""
+    for entry in [*os.scandir(folder)]:
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.name, dir_fd=folder)
+        elif entry.name != MARK:
+            os.unlink(entry.name, dir_fd=folder)
 
 
 def _name(error: BaseException, path: Path) -> None:
     """Give an error the path where the system named none, as for a full disk."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
-
-
-@contextmanager
-def _held(part: Path, *, folder: bool) -> Iterator[int]:
-    """The descriptor of a file or a folder, made if it is not there, that nobody else who asks for it has meanwhile.
-
-    Raises:
-        FileExistsError: somebody else has the folder; a file is waited for.
-    """
-    while True:
-        if folder:
-            part.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(part, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if folder else 0))
-            except BlockingIOError as error:
-                raise FileExistsError(f"expected a folder to fill, got {str(part)!r}: another process does") from error
-            if _is_at(descriptor, part):  # who had it before may have renamed it
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def check_free(folder: Path) -> None:
@@ -163,10 +208,11 @@ def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
     return found
 
 
-def damaged_name(path: Path) -> Path:
-    """Where a damaged file or folder is kept: `damaged-` and its name beside it, with a number when that is taken."""
-    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2)))
-    return next(target for target in map(path.with_name, names) if not target.exists())
+def damaged_name(path: Path, prefix: str = "damaged-") -> Path:
+    """Where a damaged file or folder is kept: a prefix and its name beside it, with a number when that is taken."""
+    first = f"{prefix}{path.name}"
+    names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
+    return next(target for target in map(path.with_name, names) if not os.path.lexists(target))
 
 
 def remembered_digest(path: Path) -> str:

@@ -8,6 +8,8 @@ import io
 import json
 import lzma
 import os
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_processes import environment
 
 from attnzoo.cli import app
 from attnzoo.data import build_data
@@ -245,12 +248,29 @@ def test_names_that_are_not_utf8_are_escaped(tmp_path):
 
 
 def test_texts_that_a_kill_left_go_with_the_next_call(tmp_path):
-    left = tmp_path / ".tokens.texts" / "deep"
-    left.mkdir(parents=True)
-    (left / "old.txt").write_bytes(text("old"))
     (tmp_path / "a").mkdir()
     for name in ("one.txt", "two.txt"):
         (tmp_path / "a" / name).write_bytes(400 * text(name))
+    script = "import os; from attnzoo.data import corpus; from pathlib import Path\n"
+    script += "corpus.tokenize = lambda *x, **y: os.kill(os.getpid(), 9)\n"
+    script += "corpus.tokenize_corpus([Path('a')], Path('tokens'), vocab_size=300)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment()).returncode == -9
+    assert len([*tmp_path.rglob("*.txt")]) == 4
     corpus, _ = tokenize_corpus([tmp_path / "a"], tmp_path / "tokens", vocab_size=300)
     assert corpus.documents == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tokens"]
+
+
+def test_folders_of_others_beside_the_target_are_left_alone(tmp_path):
+    pytest.importorskip("tokenizers")
+    for name in ("a/one.txt", "a/two.txt", ".tokens.texts/mine.txt", "home/thesis.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(400 * text(name))
+    tokenize_corpus([tmp_path / "a"], tmp_path / "tokens", vocab_size=300)
+    assert (tmp_path / ".tokens.texts" / "mine.txt").is_file()
+    (tmp_path / ".other.part").symlink_to("home")
+    for command in ("corpus", "tokenize"):
+        words = [command, str(tmp_path / "a"), "--to", str(tmp_path / "other"), "--vocab-size", "300"]
+        assert "leaves it alone" in str(CliRunner().invoke(app, words).exception)
+    assert (tmp_path / "home" / "thesis.txt").is_file()
+    assert not (tmp_path / "other").exists()

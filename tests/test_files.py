@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from attnzoo.files import whole_folder, write_whole
+from attnzoo.files import part_of, scratch_folder, whole_folder, write_whole
 
 
 def test_a_file_that_several_write_is_whole_at_every_moment(tmp_path: Path) -> None:
@@ -60,8 +62,26 @@ def test_a_full_disk_is_named(several: bool, tmp_path: Path, monkeypatch: pytest
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_takes_the_place_of_what_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / ".file.part").write_text("a long text that was cut")
+def killed_while(work: Callable[[], object]) -> None:
+    """Run ``work`` in a process that is killed before it ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_file_takes_the_place_of_what_a_kill_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        killed_while(lambda: write_whole(tmp_path / "file", "a long text that was cut"))
+    assert [path.name for path in tmp_path.iterdir()] == [".file.part"]
     write_whole(tmp_path / "file", b"short")
     assert (tmp_path / "file").read_bytes() == b"short"
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
@@ -79,8 +99,14 @@ def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path) -> N
 
 
 def test_a_folder_does_not_keep_what_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / ".tokens.part" / "inner").mkdir(parents=True)
-    (tmp_path / ".tokens.part" / "inner" / "old").write_text("old")
+    def fill_and_die() -> None:
+        with whole_folder(tmp_path / "tokens") as part:
+            (part / "inner").mkdir()
+            (part / "inner" / "old").write_text("old")
+            die()
+
+    killed_while(fill_and_die)
+    assert [path.name for path in tmp_path.iterdir()] == [".tokens.part"]
     with whole_folder(tmp_path / "tokens") as part:
         (part / "new").write_text("new")
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["new"]
@@ -96,3 +122,72 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fill()
     assert not [*tmp_path.iterdir()]
+
+
+OTHERS = {  # what somebody else may have where a file or folder is to be made, before it takes its place
+    "a file": lambda place, home: place.write_text("mine"),
+    "a folder": lambda place, home: [place.mkdir(), (place / "mine.txt").write_text("mine")],
+    "a link to a folder": lambda place, home: place.symlink_to(home),
+    "a link to an empty folder": lambda place, home: place.symlink_to(home / "empty"),
+    "a link to a file": lambda place, home: place.symlink_to(home / "thesis.txt"),
+    "a link to nothing": lambda place, home: place.symlink_to("nowhere"),
+    "a folder whose mark is a link": lambda place, home: [
+        place.mkdir(), (place / "made-by-attnzoo").symlink_to(home / "thesis.txt"),
+    ],
+}  # fmt: skip
+
+
+def everything(folder: Path) -> dict[str, object]:
+    """What is below a folder: the contents of files, the targets of links."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_dir() or path.read_bytes()
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("made", ["a file", "a folder", "a scratch folder"])
+def test_what_others_have_where_something_is_made_is_left_alone_and_named(made: str, kind: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "empty").mkdir(parents=True)
+    (home / "thesis.txt").write_text("years of work")
+    OTHERS[kind](tmp_path / ".out.part", home)
+    before = everything(tmp_path)
+
+    def make() -> None:
+        if made == "a file":
+            write_whole(tmp_path / "out", "new")
+        else:
+            with whole_folder(tmp_path / "out") if made == "a folder" else scratch_folder(part_of(tmp_path / "out")):
+                raise AssertionError("made in what others have")
+
+    with pytest.raises(FileExistsError, match=r"\.out\.part'.*leaves it alone: rename it"):
+        make()
+    assert everything(tmp_path) == before
+
+
+def test_what_a_killed_run_left_goes_without_following_its_links(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years of work")
+
+    def fill_and_die() -> None:
+        with whole_folder(tmp_path / "out") as part:
+            (part / "link").symlink_to(home)
+            die()
+
+    killed_while(fill_and_die)
+    (tmp_path / ".out.part" / "out" / "thesis.txt").symlink_to(home / "thesis.txt")
+    with whole_folder(tmp_path / "out") as part:
+        (part / "new").write_text("new")
+    assert everything(tmp_path) == {
+        "home": True, "home/thesis.txt": b"years of work", "out": True, "out/new": b"new",
+    }  # fmt: skip
+
+
+def test_a_folder_appears_where_a_link_to_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk/out")
+    with whole_folder(tmp_path / "out") as part:
+        (part / "new").write_text("new")
+    assert everything(tmp_path) == {"disk": True, "disk/out": True, "disk/out/new": b"new", "out": "disk/out"}

@@ -355,8 +355,28 @@ def test_a_torn_last_line_is_not_read(config_of):
 
 
 def test_stale_folders_are_removed(tmp_path):
-    for name in ["step-00000002", "step-00000004", "step-00000006", ".step-00000008.tmp", ".step-00000000.old"]:
+    for name in ["step-00000002", "step-00000004", "step-00000006", ".step-00000008.part", ".step-00000000.part"]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
+    for leftover in tmp_path.glob(".step-*"):
+        (leftover / "made-by-attnzoo").touch()
     checkpoint_module.remove_stale(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_what_others_have_among_the_checkpoints_stays_and_ends_no_run(config_of, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").touch()
+    folder = tmp_path / "run" / "checkpoints"
+    mine = {".step-mine", ".step-00000004.tmp", ".step-00000002.old", ".step-00000009.part", "step-1", "step-00000002x"}
+    for name in mine:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "notes").touch()
+    for name in (links := {".step-x", ".step-00000003.tmp", ".step-00000099.part"}):
+        (folder / name).symlink_to(tmp_path / "home")
+    (folder / ".step-y").touch()
+    train(config_of("checkpoint_every=1", "keep_checkpoints=1", run="run"))
+    found = {path.name for path in folder.iterdir()}
+    assert {name for name in found if not name.startswith("step-0000") or name in mine} == mine | links | {".step-y"}
+    assert all((folder / name / "notes").exists() for name in mine)
+    assert (tmp_path / "home" / "thesis.txt").exists()

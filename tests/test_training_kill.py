@@ -92,8 +92,8 @@ def train_and_die(folder: Path, point: str) -> None:
         replace(source, target)
 
     def trapped_rmtree(path, *args, **kwargs):
-        if "step-00000004.old" in str(path) and point == "in a half-removed checkpoint":
-            (Path(path) / "model.safetensors").unlink()
+        if str(path) == "step-00000004" and point == "in a half-removed checkpoint":
+            os.unlink("step-00000004/model.safetensors", **kwargs)
             die()
         rmtree(path, *args, **kwargs)
 
@@ -102,7 +102,7 @@ def train_and_die(folder: Path, point: str) -> None:
     accelerate.Accelerator.save_state = trapped_save
     checkpoint.sync = trapped_sync
     checkpoint.os.replace = trapped_replace
-    checkpoint.shutil.rmtree = trapped_rmtree
+    shutil.rmtree = trapped_rmtree
     train(config_of(folder, name_of(point)), on_row=on_row)
     if point == "after the last checkpoint":
         die()

@@ -21,7 +21,7 @@ from typing import Any
 from attnzoo.data.config import check_pattern
 from attnzoo.data.texts import check_readable, is_hidden, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
-from attnzoo.files import check_free, scratch_folder
+from attnzoo.files import check_free, part_of, scratch_folder
 
 DECOMPRESS = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
 TARS = (".tar", ".tgz", ".txz", ".tbz2", *(f".tar{packed}" for packed in (*DECOMPRESS, ".zst")))
@@ -77,7 +77,7 @@ def tokenize_corpus(
     """
     check_free(folder)
     check_options(vocab_size, tokenizer, heldout_fraction)
-    with scratch_folder(folder.with_name(f".{folder.name}.texts")) as texts:
+    with scratch_folder(part_of(folder.with_name(f"{folder.name}.texts"))) as texts:
         corpus = collect(paths, texts, patterns=patterns, json_field=json_field, min_bytes=min_bytes)
         done = tokenize(
             [texts],

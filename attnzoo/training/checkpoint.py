@@ -15,17 +15,16 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.config import config_differences, load_config, to_yaml
-from attnzoo.files import damaged_name, digest, sync, write_whole
+from attnzoo.files import PART, damaged_name, digest, part_of, scratch_content, scratch_folder, sync, write_whole
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.forgetting import networks, set_phase
@@ -164,29 +163,17 @@ def write_checkpoint(state: TrainState, run_dir: Path, progress: Progress, confi
     """
     accelerator, folder = state.accelerator, run_dir / "checkpoints"
     final = folder / f"step-{progress.step:08d}"
-    temporary = folder / f".{final.name}.tmp"
+    main = accelerator.is_main_process
     try:
-        if accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        state.save(temporary)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-            (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            files = list(temporary.rglob("*"))
-            with ThreadPoolExecutor(1) as pool:  # reading them for their digests costs no time while they are flushed
-                digests = pool.submit(write_digests, temporary)
-                for path in files:
-                    sync(path)
-                digests.result()
-            sync(temporary)
-            os.replace(temporary, final)
-            sync(folder)
+        with scratch_folder(part_of(final)) if main else nullcontext(scratch_content(part_of(final))) as temporary:
+            accelerator.wait_for_everyone()
+            state.save(temporary)
+            accelerator.wait_for_everyone()
+            if main:
+                _finish(temporary, final, progress, config)
+        if main:
             remove_stale(folder, config.keep_checkpoints)
     except Exception as error:  # a full disk shows as OSError, RuntimeError or SafetensorError, by who was writing
-        shutil.rmtree(temporary, ignore_errors=True)
         before = newest_checkpoint(run_dir)
         kept = f"the checkpoint {before.name} is whole" if before else "there is no earlier checkpoint"
         raise CheckpointError(
@@ -194,6 +181,21 @@ def write_checkpoint(state: TrainState, run_dir: Path, progress: Progress, confi
         ) from error
     accelerator.wait_for_everyone()
     return final
+
+
+def _finish(temporary: Path, final: Path, progress: Progress, config: TrainConfig) -> None:
+    """Add to a saved state what says which it is, flush everything to the disk, and give it its name."""
+    (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    files = list(temporary.rglob("*"))
+    with ThreadPoolExecutor(1) as pool:  # reading them for their digests costs no time while they are flushed
+        digests = pool.submit(write_digests, temporary)
+        for path in files:
+            sync(path)
+        digests.result()
+    sync(temporary)
+    os.replace(temporary, final)
+    sync(final.parent)
 
 
 def load_state(state: TrainState, checkpoint: Path) -> None:
@@ -209,11 +211,19 @@ def load_state(state: TrainState, checkpoint: Path) -> None:
 
 
 def remove_stale(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and what a kill left half-written."""
+    """Remove all but the newest checkpoints, and what a kill left half-written or half-removed.
+
+    Nothing else in the folder is touched; a line of the log says what stands in the way.
+    """
     for checkpoint in checkpoints_in(folder)[:-keep]:
-        os.replace(checkpoint, folder / f".{checkpoint.name}.old")
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
+        try:
+            with scratch_folder(part_of(checkpoint)) as going:
+                os.replace(checkpoint, going)
+        except FileExistsError as error:
+            logger.warning("%s stays: %s", checkpoint, error)
+    for leftover in folder.glob(f".step-*{PART}"):
+        with suppress(FileExistsError), scratch_folder(leftover):  # which goes with what is in it
+            pass
 
 
 def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Data) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from attnzoo.config import ModelConfig, load_config, to_yaml
 from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.sources import BYTES, is_text
-from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files, unadorned
-from attnzoo.files import json_object, whole_folder
+from attnzoo.data.tokenizer import FILES, byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files, unadorned
+from attnzoo.files import damaged_name, json_object, whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS
@@ -92,15 +93,31 @@ def export_run(run: Path, folder: Path) -> Path:
 def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
     """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once.
 
-    ``anew``: there is no checkpoint, and what an attempt before has left may be of other data.
+    ``anew``: there is no checkpoint, and what an attempt before has left may be of other data; it is set aside then.
+
+    Raises:
+        FileExistsError: what has that name in the folder can be no tokenizer of a run.
     """
-    if anew:
-        shutil.rmtree(run / KEPT, ignore_errors=True)
-    for source in (entry.source for entry in data.weighted):
-        if is_shards(source) and not (run / KEPT).exists() and read_shards(source).tokenizer:
-            with whole_folder(run / KEPT) as part:
-                for name, content in read_tokenizer(Path(source)).items():
-                    (part / name).write_bytes(content)
+    kept, sources = run / KEPT, [Path(entry.source) for entry in data.weighted if is_shards(entry.source)]
+    files: dict[str, bytes] = next((read_tokenizer(source) for source in sources if read_shards(source).tokenizer), {})
+    found: Mapping[str, bytes | None] | None = _content(kept) if anew and os.path.lexists(kept) else files
+    if found is None or not {*found} <= {*FILES}:
+        raise FileExistsError(f"output_dir: expected no {str(kept)!r}, where a run keeps the tokenizer of its data")
+    if found != files:
+        aside = damaged_name(kept, "without-checkpoint-")
+        os.replace(kept, aside)
+        logger.warning("%s is not of the tokenizer of this run's data; it is kept as %s", kept, aside.name)
+    if files and not kept.exists():
+        with whole_folder(kept) as part:
+            for name, content in files.items():
+                (part / name).write_bytes(content)
+
+
+def _content(folder: Path) -> dict[str, bytes | None] | None:
+    """The files of a folder by name, None for anything else in it; None for what is no folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
 
 
 def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
