@@ -26,17 +26,19 @@ SMALL = (
 )
 
 
-def train(processes, folder, run, *overrides):
+def train(gpus, folder, run, *overrides):
+    """The losses of a run on ``gpus``, so many of them or these in their order."""
     from attnzoo.config import to_yaml
     from attnzoo.training import read_metrics
 
     path = folder / f"{run}.yaml"
     path.write_text(to_yaml(tiny_runs.config_of(folder, run, *SMALL, *overrides)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    order = range(gpus) if isinstance(gpus, int) else gpus
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(len(order))]
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "attnzoo.cli", "train", str(path)],
         # without multicast over NVLink, which not every machine that has NVLink offers
-        env={**environment(), "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))},
+        env={**environment(), "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": ",".join(map(str, order))},
         capture_output=True,
         text=True,
         timeout=280,  # flash-linear-attention, where it is installed, measures its tiles first
@@ -44,7 +46,7 @@ def train(processes, folder, run, *overrides):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_metrics(folder / run)
     speed = max(row["tokens_per_second"] for row in rows if row["kind"] == "train")
-    print(f"{run} ({processes} GPUs): {speed:,.0f} tokens/s")
+    print(f"{run} ({len(order)} GPUs): {speed:,.0f} tokens/s")
     return [row["loss"] for row in rows]
 
 
@@ -68,15 +70,19 @@ def test_two_gpus_train_what_one_trains(folder, precision, same):
         assert two[-1] < 0.9 * two[0]
 
 
-def test_one_gpu_goes_on_where_two_shared_the_model_and_back(folder):
+def test_parts_of_a_model_go_on_as_other_parts_on_other_gpus(folder):
+    """From a checkpoint of two parts on one GPU, then on two in another order, and on four where they are."""
     overrides = ["sharding=fsdp", "recompute=true", "model.tie_embeddings=true"]
     two = train(2, folder, "shared", *overrides)
     assert two == pytest.approx(train(1, folder, "alone", *overrides[1:]), rel=1e-3)
-    for processes, began in ((1, "shared"), (2, "shared-1")):
-        run = f"shared-{processes}"
+    chain = [[0], [1, 0], [3, 1, 0, 2]] if torch.cuda.device_count() >= 4 else [[0], [1, 0]]
+    began = "shared"
+    for gpus in chain:
+        run = f"shared-{len(gpus)}"
         shutil.copytree(folder / began, folder / run)
         shutil.rmtree(folder / run / "checkpoints" / "step-00000008")
-        assert train(processes, folder, run, *overrides) == pytest.approx(two, rel=1e-3)
+        assert train(gpus, folder, run, *overrides) == pytest.approx(two, rel=1e-3)
+        began = run
 
 
 def test_parts_of_a_compiled_model_train_the_same(folder):

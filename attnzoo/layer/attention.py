@@ -309,9 +309,9 @@ class Attention(PreciseModule):
         o = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
-    def whole_steps(self, memory: object) -> bool:
-        """Whether all of a step between the products with weights is done by the kernels over ``memory``."""
-        return linear_step.serves(self, memory) if isinstance(memory, MatrixMemory) else serves(self, memory)
+    def whole_steps(self, memory: object, dtype: torch.dtype) -> bool:
+        """Whether kernels over ``memory`` do all of a step but the products with weights, for x in ``dtype``."""
+        return linear_step.serves(self, memory, dtype) if isinstance(memory, MatrixMemory) else serves(self, memory)
 
     def step_options(self, bound: Tensor | None) -> dict[str, Any]:
         """What such a step is asked for by keyword; ``bound`` is that of the logits."""

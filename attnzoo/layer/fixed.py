@@ -82,7 +82,7 @@ class FixedCache:
         dtype, gives_up = like.dtype or torch.float32, like.evict is not None and not like.evict.offload
         bounded = None if layer.prune is None else functools.partial(layer.logit_bound, dtype)
         promised = functools.partial(layer.query_bounds, dtype) if gives_up else None
-        bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory)
+        bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory, dtype)
         return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)
 
     def workspace(self, tokens: int = 1) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnzoo.forms.few_tokens import FEW_TOKENS
@@ -30,8 +31,12 @@ SERVED = tuple(
 )  # fmt: skip
 
 
-def serves(layer: Any, memory: MatrixMemory) -> bool:
-    """Whether :func:`step` does all that the layer does in a step of one token, where a kernel would run its core."""
+def serves(layer: Any, memory: MatrixMemory, dtype: torch.dtype) -> bool:
+    """Whether :func:`step` does all that the layer does in a step of one token, where a kernel would run its core.
+
+    Args:
+        dtype: of the hidden states; that of a weight says nothing where it is packed.
+    """
     config, members, matrix = layer.config, _members(layer.gate), memory.matrix
     plain = config.feature_map == "identity" and config.key_feature_map in ("identity", None)
     if not (
@@ -43,7 +48,7 @@ def serves(layer: Any, memory: MatrixMemory) -> bool:
         and (layer.angle is None or (plain and config.qk_norm == "none" and not config.conv_size))
     ):  # fmt: skip
         return False
-    k, v = (matrix.new_empty(1, 1, 1, n, dtype=layer.q_proj.weight.dtype) for n in matrix.shape[2:])
+    k, v = (matrix.new_empty(1, 1, 1, n, dtype=dtype) for n in matrix.shape[2:])
     return triton_unavailable(k, v) == ""
 
 
