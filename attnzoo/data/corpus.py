@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnzoo.data.config import check_pattern
-from attnzoo.data.texts import check_readable, is_hidden, whole_name
+from attnzoo.data.texts import files_in, is_hidden, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.files import check_free, part_of, scratch_folder
 
@@ -219,9 +219,7 @@ def _files(paths: Sequence[Path], patterns: Sequence[str]) -> Iterator[tuple[str
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
-        if path.is_dir():
-            check_readable(path)
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        files = sorted(files_in(path)) if path.is_dir() else [path]
         root = path if path.is_dir() else path.parent
         place = path.resolve().name.lstrip(".") if len(paths) > 1 and path.is_dir() else ""
         for file in files:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Collection
 from pathlib import Path
+
+from attnzoo.data.shards import INDEX
+from attnzoo.files import MARK
+
+logger = logging.getLogger(__name__)
 
 # Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
 STDLIB_EXCLUDED = frozenset(
@@ -44,14 +50,15 @@ def _excluded_from_stdlib(name: str) -> bool:
 
 
 def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
-    """Files that are not empty at any depth, by their names relative to `folder`, in order; hidden ones are left out.
+    """Files that are not empty at any depth, by their names relative to `folder`, in order.
+
+    Hidden ones are left out, and what attnzoo has written, which a line of the log names.
 
     Raises:
         PermissionError: a folder in it cannot be read.
         ValueError: there is none.
     """
-    check_readable(folder)
-    files = [file for file in folder.rglob(pattern) if file.is_file() and file.stat().st_size]
+    files = [file for file in files_in(folder, pattern) if file.stat().st_size]
     names = {whole_name(file.relative_to(folder).as_posix()): file for file in files}
     shown = {name: names[name] for name in sorted(names) if not is_hidden(name)}
     if not shown:
@@ -78,18 +85,57 @@ def held_out_names(names: Collection[str], fraction: float) -> set[str]:
     return set(ranked[: min(max(count, 1), len(ranked) - 1)])
 
 
-def check_readable(folder: Path) -> None:
-    """Refuse a folder of which some part may not be read: a search for files passes over it without a word.
+def files_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """Files at any depth but those that attnzoo has written: runs, tokens, models and pages in a folder of texts.
+
+    A line of the log names these: a run may lie in the folder of its own data.
 
     Raises:
-        OSError: as the system has it, with the folder's name.
+        PermissionError: a folder in it cannot be read.
+    """
+    own = _own_folders(folder)
+    files = [file for file in folder.rglob(pattern) if file.is_file() and not any(up in own for up in file.parents)]
+    pages = {file: "a page" for file in files if file.suffix == ".html" and _is_own_page(file)}
+    if own or pages:
+        found = [f"{str(path.relative_to(folder))!r} ({kind})" for path, kind in sorted({**own, **pages}.items())]
+        named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        logger.warning("left out of the texts in %r, as attnzoo has written it: %s", str(folder), named)
+    return [file for file in files if file not in pages and file.name != MARK]
+
+
+def _own_folders(folder: Path) -> dict[Path, str]:
+    """Folders in it that attnzoo has written, and what they hold.
+
+    Raises:
+        OSError: a folder cannot be read, which a search for files passes over without a word; with its name.
     """
 
     def refuse(error: OSError) -> None:
         raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
 
-    for _, inside, _ in os.walk(folder, onerror=refuse):
-        inside[:] = [name for name in inside if not name.startswith(".")]
+    own: dict[Path, str] = {}
+    for place, inside, files in os.walk(folder, onerror=refuse):
+        kind = _kind(Path(place), {*inside, *files}) if Path(place) != folder else ""
+        if kind:
+            own[Path(place)] = kind
+        inside[:] = [] if kind else [name for name in inside if not name.startswith(".")]
+    return own
+
+
+def _kind(folder: Path, names: set[str]) -> str:
+    """What attnzoo has written a folder as; "" where it has not."""
+    if "config.yaml" in names and not names.isdisjoint({".lock", "checkpoints"}):
+        return "a run"
+    if {INDEX, "train-00000.bin"} <= names:
+        return "tokens"
+    if {"config.json", "model.safetensors"} <= names and b'"attnzoo"' in (folder / "config.json").read_bytes():
+        return "a model"
+    return ""
+
+
+def _is_own_page(file: Path) -> bool:
+    with open(file, "rb") as content:
+        return b'<meta name="generator" content="attnzoo">' in content.read(1000)
 
 
 def _hash(name: str) -> float:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnzoo.data import Data, build_data
+from attnzoo.data.sources import is_text
 from attnzoo.files import check_folder
 from attnzoo.training.checkpoint import (
     Progress,
@@ -43,9 +44,11 @@ from attnzoo.training.steps import Run
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from attnzoo.data.config import DataConfig
     from attnzoo.models import LanguageModel
 
 logger = logging.getLogger(__name__)
+OWN = ("config.yaml", "metrics.jsonl", "checkpoints/step-00000001/model.safetensors", "progress.json")  # a run writes
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -72,7 +75,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
     torch.set_flush_denormal(True)
     run_dir = Path(config.output_dir)
-    check_folder(run_dir)
+    _check_place(run_dir, config.data)
     accelerator = _build_accelerator(config)
     from accelerate.utils import set_seed
 
@@ -132,10 +135,24 @@ def check_run(config: TrainConfig, data: Data) -> None:
         ValueError, OSError, CheckpointError: as :func:`train` does.
     """
     run_dir = Path(config.output_dir)
-    check_folder(run_dir)
+    _check_place(run_dir, config.data)
     model = _checked_model(config, data)
     if check_resumable(run_dir, config, data) is None and config.start_from is not None:
         weights_for(model, config.start_from, config.data)
+
+
+def _check_place(run_dir: Path, data: DataConfig) -> None:
+    """Refuse a folder that cannot be written to, or whose texts a run would add to while it reads them."""
+    check_folder(run_dir)
+    if not any(PurePath(name).match(data.pattern) for name in OWN):
+        return
+    for source in filter(None, [*(entry.source for entry in data.weighted), data.heldout_source]):
+        folder = Path(source)
+        if folder.is_dir() and is_text(source, data.pattern) and folder.resolve() == run_dir.resolve():
+            raise ValueError(
+                f"output_dir={str(run_dir)!r}: expected another folder than that of the data, {source!r}, of whose "
+                "texts the run's files would be; a folder inside it is left out of them"
+            )
 
 
 def _checked_model(config: TrainConfig, data: Data) -> LanguageModel:
