@@ -38,30 +38,32 @@ def app() -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
 
 
-LATTICE = (
-    "The transition is exp(g_t) Diag(exp(a_t)) Rot(theta_t) (I - beta_t w_t w_t^T), of the parts marked. "
-    "`attnzoo show NAME` prints the equations of a pair."
-)
-
-
 @app.command("list")
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
 def list_pairs(presets: bool) -> None:
     """Every pair of duals, and the parts of its gate."""
     if presets:
         return _list_presets()
-    from attnzoo.registry import broken_plugins, pairs
+    from attnzoo.algebra.gate import PARTS, groups
+    from attnzoo.equations import in_ascii
+    from attnzoo.registry import broken_plugins, pairs, product_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are said below
         broken = broken_plugins()
-    table = new_table("pair", "linear side", "softmax side", "g_t", "a_t", "theta_t", "w_t")
+    own = [group[0] for group in groups()]
+    table = new_table("pair", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
     for number, pair in enumerate(pairs(), 1):
-        marks = ["x" if part in pair.requires else "" for part in ("log_diag", "angle", "w")]
-        decay = "fixed" if pair.g.startswith("-") else "x" if "log_decay" in pair.requires else ""
-        table.add_row(str(number), pair.linear, pair.softmax, decay, *marks)
+        marks = {part: "x" if part in pair.requires else "" for part in own}
+        if pair.g.startswith("-"):
+            marks["log_decay"] = "fixed"
+        table.add_row(str(number), pair.linear, pair.softmax, *marks.values())
     print_table(table, console())
-    for note in [LATTICE, *(pair.note for pair in pairs() if pair.note)]:
+    lattice = (
+        f"The transition is exp(g_t) {product_of(PARTS)}, of the parts marked. "
+        "`attnzoo show NAME` prints the equations of a pair."
+    )
+    for note in [lattice, *(pair.note for pair in pairs() if pair.note)]:
         click.echo(textwrap.fill(note, 80))
     for problem in broken:
         click.echo(problem)

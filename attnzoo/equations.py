@@ -30,7 +30,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     variant = get(name)
     pair = variant.pair
     linear, softmax = get(pair.linear), get(pair.softmax)
-    write = _in_ascii if ascii_only else str
+    write = in_ascii if ascii_only else str
     place = f"{variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}"
     heads = (f"{called}, {place}" for called in (_full(variant), name))
     lines = [next((head for head in heads if len(head) <= WIDTH), f"{name}, {place}"), ""]
@@ -70,7 +70,9 @@ SYMBOLS = {
 }  # fmt: skip
 
 
-def _in_ascii(text: str) -> str:
+def in_ascii(text: str) -> str:
+    """A text with its symbols spelled out."""
+
     def subscript(match: re.Match[str]) -> str:
         plain = match[0].translate(SUBSCRIPTS)
         return f"_{{{plain}}}" if len(plain) > 1 else f"_{plain}"

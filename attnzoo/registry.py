@@ -13,14 +13,18 @@ from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, cast
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.gate import PARTS, groups
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet
 
 Side = Literal["linear", "softmax"]
-GATE_PARTS = tuple(PARTS)
-FACTORS = {"log_diag": "Diag(exp(a_t))", "angle": "Rot(theta_t)", "w": "I - beta_t w_t w_t^T"}  # of R_t, in this order
+
+
+def product_of(parts: Collection[str]) -> str:
+    """``R_t`` of a gate with these parts, in symbols."""
+    factors = [declared.factor for part, declared in PARTS.items() if part in parts and declared.factor]
+    return factors[0] if len(factors) == 1 else " ".join(f"({f})" if "-" in f else f for f in factors) or "I"
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,8 @@ class Pair:
 
     def __post_init__(self) -> None:
         parts = self.requires if isinstance(self.requires, tuple) else ()  # register says what is wrong
-        factors = [factor for part, factor in FACTORS.items() if part in parts]
-        R = factors[0] if len(factors) == 1 else " ".join(f"({f})" if "-" in f else f for f in factors) or "I"
         object.__setattr__(self, "g", self.g or ("g_t" if "log_decay" in parts else "0"))
-        object.__setattr__(self, "R", self.R or R)
+        object.__setattr__(self, "R", self.R or product_of(parts))
 
 
 # fmt: off
@@ -174,7 +176,13 @@ class Variant:
     @property
     def expands(self) -> bool:
         """Whether its transition may make a vector longer."""
-        return getattr(getattr(self.form_set, "transition", None), "expands", False)
+        made = getattr(getattr(self.form_set, "transition", None), "expands", False)
+        return made or any(PARTS[part].expands for part in self.requires)
+
+    @property
+    def carries(self) -> bool:
+        """Whether its gate changes keys: it has more than a scalar decay."""
+        return any(PARTS[part].carries for part in self.requires)
 
 
 def register(pair: Pair) -> None:
@@ -227,10 +235,11 @@ def _check_parts(name: str, parts: Collection[str]) -> None:
     if isinstance(parts, str):
         raise TypeError(f"{name}: expected a tuple of names such as ('log_decay',), got {parts!r}")
     for part in parts:
-        if part not in GATE_PARTS:
-            raise unknown("gate part", part, GATE_PARTS)
-    if ("w" in parts) != ("beta" in parts):
-        raise ValueError(f"{name}: expected w and beta together, got {', '.join(parts)}")
+        if part not in PARTS:
+            raise unknown("gate part", part, PARTS)
+    for group in groups():
+        if 0 < len(set(group) & set(parts)) < len(group):
+            raise ValueError(f"{name}: expected {' and '.join(group)} together, got {', '.join(parts)}")
 
 
 def unregister(pair: Pair) -> None:
@@ -328,7 +337,8 @@ def _module(pair: Pair, side: Side) -> ModuleType:
     made = ModuleType(f"{home}.{name}", f"Made of its gate's parts: {', '.join(pair.requires) or 'none'}.")
     products = importlib.import_module(f"{home}.products")
     forms, layer = getattr(products, f"{side}_forms"), getattr(products, f"{side}_layer")
-    papers = dict.fromkeys(get(getattr(pair_for(set(part)), side)).paper for part in _alone(pair.requires))
+    alone = [_first_of(group) for group in groups(pair.requires) if set(group) != set(pair.requires)]
+    papers = dict.fromkeys(get(getattr(of_part, side)).paper for of_part in alone if of_part is not None)
     made.__dict__.update(
         FORMS=forms(*pair.requires),
         LAYER=layer(*pair.requires) | dict(getattr(pair, f"{side}_layer")),
@@ -337,24 +347,27 @@ def _module(pair: Pair, side: Side) -> ModuleType:
     return made
 
 
-def _alone(parts: Collection[str]) -> list[tuple[str, ...]]:
-    """The smallest gates that these parts can be taken from: each part for itself, w with beta."""
-    return [("w", "beta") if part == "w" else (part,) for part in GATE_PARTS if part in parts and part != "beta"]
-
-
 def pair_for(parts: Collection[str]) -> Pair:
     """The pair whose gate has these parts and no others; where two have, that whose decay comes from the input.
 
     Args:
-        parts: any set of ``log_decay``, ``log_diag``, ``angle``, and ``w`` with ``beta``.
+        parts: any set of those of :class:`attnzoo.Gate`, ``w`` and ``beta`` together.
 
     Raises:
         TypeError: one name in place of a collection of them.
-        ValueError: an unknown part, or w without beta or the other way round.
+        ValueError: an unknown part, w without beta or the other way round, or parts that no pair has.
     """
     _check_parts("parts", parts)
+    found = _first_of(parts)
+    if found is None:
+        raise ValueError(f"parts: expected those of a pair, got {', '.join(parts)}")
+    return found
+
+
+def _first_of(parts: Collection[str]) -> Pair | None:
+    """The pair that :func:`pair_for` gives; None where no pair has these parts."""
     found = [pair for pair in pairs() if set(pair.requires) == set(parts)]
-    return next((pair for pair in found if not pair.g.startswith("-")), found[0])
+    return next((pair for pair in found if not pair.g.startswith("-")), found[0] if found else None)
 
 
 def dual(name: str) -> Variant:

@@ -43,7 +43,7 @@ def random_gate(
     if regime not in get_args(Regime):
         raise unknown("regime", regime, get_args(Regime))
     requires = get(name).requires
-    if factors is not None and "w" not in requires:
+    if factors is not None and not any(PARTS[part].factored for part in requires):
         raise ValueError(f"factors: expected None, for gates of {name!r} have no w, got {factors}")
     if factors is not None and factors < 1:
         raise ValueError(f"factors: expected at least 1, got {factors}")

@@ -91,6 +91,7 @@ def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
 class Rotation(Transition):
     """``R_t = Rot(angle_t)``; ``total`` is the phase turned over the block, ``[..., K/2]``."""
 
+    parts = ("angle",)
     width = 2
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Householder(Transition):
     """``R_t = I - beta_t w_t w_t^T``, or the product of n such factors, alone or as the last of a
     :class:`~attnzoo.algebra.transitions.Product`; ``total`` is the transposed product of the block, ``[..., K, K]``."""
 
+    parts = ("w", "beta")
     factored = True
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:

@@ -24,33 +24,60 @@ from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.complex_linear import Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder
 
-FACTORS: dict[str, Transition] = {"log_diag": Diagonal(), "angle": Rotation(), "w": Householder()}
-# those of flash-linear-attention, with or without a scalar decay beside these parts
-OPERATIONS: dict[tuple[str, ...], Operation] = {
-    (): scalar_decay, ("log_diag",): diagonal_decay, ("w",): delta_rule, ("log_diag", "w"): channel_delta_rule,
-    ("angle",): rotated(scalar_decay), ("angle", "w"): rotated(delta_rule),
+FACTORS = [Diagonal(), Rotation(), Householder()]  # of R_t: each says which parts it is made of
+Kinds = tuple[type[Transition], ...]
+# those of flash-linear-attention for such factors, with or without a scalar decay
+OPERATIONS: dict[Kinds, Operation] = {
+    (): scalar_decay, (Diagonal,): diagonal_decay, (Householder,): delta_rule,
+    (Diagonal, Householder): channel_delta_rule, (Rotation,): rotated(scalar_decay),
+    (Rotation, Householder): rotated(delta_rule),
 }  # fmt: skip
-GATES = {"log_decay": "softplus", "log_diag": "low_rank", "angle": "selective", "w": "delta"}
+
+
+def factors_of(parts: Collection[str]) -> tuple[Transition, ...]:
+    """The factors of ``R_t`` of a gate with these parts, in the order of ``Gate.dense``.
+
+    Raises:
+        ValueError: a part that no factor is made of.
+    """
+    given = {part: factor for factor in FACTORS for part in factor.parts}
+    wanted = [part for part, declared in PARTS.items() if part in parts and declared.carries]
+    for part in wanted:
+        if part not in given:
+            known = ", ".join(given)
+            raise ValueError(f"gate part {part!r}: expected a factor of R_t that reads it, got those of {known}")
+    return tuple(dict.fromkeys(given[part] for part in wanted))
 
 
 def transition_of(parts: Collection[str]) -> Transition:
-    """``R_t`` of a gate with these parts: their factors multiplied in the order of ``Gate.dense``."""
-    factors = [FACTORS[part] for part in PARTS if part in parts and part in FACTORS]
+    """``R_t`` of a gate with these parts."""
+    factors = factors_of(parts)
     if len(factors) > 1:
         return Product(*factors)
     return factors[0] if factors else Identity()
 
 
+def kinds_of(parts: Collection[str]) -> Kinds:
+    """The classes of those factors."""
+    return tuple(type(factor) for factor in factors_of(parts))
+
+
 def linear_forms(*parts: str) -> LinearForms:
     """The forms of the recurrence with these gate parts."""
-    kernels = {"triton": FEW_TOKENS}
-    operation = OPERATIONS.get(tuple(part for part in FACTORS if part in parts))
+    kernels = {"triton": FEW_TOKENS} if FEW_TOKENS.knows(parts) else {}
+    operation = OPERATIONS.get(kinds_of(parts))
     if operation is not None:
         kernels["fla"] = fla_kernel(operation)
     return LinearForms(transition_of(parts), chunk_size=32 if "w" in parts else 64, kernels=kernels)
 
 
+def projections(parts: Collection[str], side: int) -> tuple[str, ...] | str:
+    """The gate projections of the parts' own layers, on the linear (0) or the softmax side (1)."""
+    found = [(PARTS[part].projections or ())[side : side + 1] for part in PARTS if part in parts]
+    return tuple(name for names in found for name in names) or "none"
+
+
 def linear_layer(*parts: str) -> dict[str, Any]:
     """A layer for them: the projections of the parts' own layers, in the block that most linear recurrences have."""
-    layer = {"gate": tuple(name for part, name in GATES.items() if part in parts) or "none", "output_norm": "rms"}
+    layer = {"gate": projections(parts, 0), "output_norm": "rms"}
     return layer | ({"qk_norm": "l2", "conv_size": 4} if "w" in parts else {}) | {"output_gate": "swish"}

@@ -13,8 +13,9 @@ import pytest
 
 import attnzoo
 from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, pairs, register
+from attnzoo.algebra.gate import PARTS
 from attnzoo.equations import equations_of
-from attnzoo.registry import BUILT_IN, GATE_PARTS, PAIRS, PRODUCTS, _get, unregister
+from attnzoo.registry import BUILT_IN, PAIRS, PRODUCTS, _get, unregister
 
 VARIANTS = list_variants()
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def test_variant_is_complete(name: str) -> None:
     assert variant.name == name
     assert variant.title
     assert "20" in variant.paper or "arXiv" in variant.paper
-    assert set(variant.requires) <= set(GATE_PARTS)
+    assert set(variant.requires) <= set(PARTS)
     needed = {"recurrent", "parallel", "chunk"} if variant.side == "linear" else {"recurrent", "parallel"}
     assert needed <= set(variant.forms) <= needed | {"fla", "triton"}
     assert callable(variant.extend)

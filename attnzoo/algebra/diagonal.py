@@ -23,6 +23,7 @@ SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflo
 class Diagonal(Transition):
     """``R_t = Diag(exp(log_diag_t))``; ``total`` is the decay of each channel over the block."""
 
+    parts = ("log_diag",)
     width = 1
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:

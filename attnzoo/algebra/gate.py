@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
 from typing import Literal, Self, cast
 
@@ -68,6 +68,16 @@ class Gate(GateParts):
         w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``, or of n: ``[B, T, G, n, K]``.
         beta: its strength in [0, 2], ``[B, T, G]`` or ``[B, T, G, n]``, as w.
     """
+
+    @property
+    def per_query_head(self) -> bool:
+        """Whether its matrix may differ among the query heads of a key head, so that keys it carries do, too."""
+        return any(PARTS[name].carries and PARTS[name].per_query_head for name in self.parts)
+
+    @property
+    def expands(self) -> bool:
+        """Whether its matrix may make a vector longer."""
+        return any(PARTS[name].expands for name in self.parts)
 
     @property
     def factors(self) -> int | None:
@@ -153,10 +163,18 @@ class GatePart:
         values: what the entries are, in words.
         refuse: what is wrong with the values of a part, or ""; it is given the part and the gate that it is in.
         sample: a random part of a shape.
+        tex: the symbol in TeX, without its token.
         matrix: the factor of R_t, ``[B, T, H, K, K]``, from a float64 gate per token and H; factors are multiplied in
             the order of :data:`PARTS`. None where the part is not a factor of its own.
+        factor: that factor in symbols, in ASCII.
+        letter: what the page of products calls it.
+        of: the part to whose factor this one belongs, and without which it means nothing.
         neutral: the value of which the transition is the identity.
+        decays: whether it is the natural log of what is left.
+        expands: whether its factor may make a vector longer: then no certificate holds.
         rounded: whether the part may come in the dtype of q; others must be float32 or float64.
+        projections: the layer's gate projections that give it where nothing else is said, of the linear and of the
+            softmax side.
     """
 
     symbol: str
@@ -164,15 +182,31 @@ class GatePart:
     values: str
     refuse: Callable[[Tensor, GateParts], str]
     sample: Callable[[Draws, tuple[int, ...]], Tensor]
+    _: KW_ONLY
+    tex: str
     matrix: Callable[[Gate, int], Tensor] | None = None
+    factor: str = ""
+    letter: str = ""
+    of: str = ""
     neutral: float = 0.0
+    decays: bool = False
+    expands: bool = False
     rounded: bool = False
+    projections: tuple[str, str] | None = None
     ndim: int = field(init=False)  # axes of the whole part
     factored: bool = field(init=False)  # whether it may have an axis of factors
+    per_query_head: bool = field(init=False)  # whether each query head has its own, not each key head
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ndim", self.shapes[0].count(",") + 1)
+        axes = self.shapes[0].split(", ")
+        object.__setattr__(self, "ndim", len(axes))
         object.__setattr__(self, "factored", ", n" in self.shapes[-1])
+        object.__setattr__(self, "per_query_head", any(axis.split(" or ")[0] == "H" for axis in axes))
+
+    @property
+    def carries(self) -> bool:
+        """Whether it changes keys: it is a factor of R_t, or belongs to one. The scalar decay does not."""
+        return bool(self.matrix or self.of)
 
     @property
     def shown(self) -> str:
@@ -256,22 +290,34 @@ def _householder_matrix(gate: Gate, heads: int) -> Tensor:
     return factors if gate.factors is None else reduce(torch.matmul, factors.unbind(3))
 
 
-PARTS: Mapping[str, GatePart] = {
+PARTS: dict[str, GatePart] = {
     "log_decay": GatePart(
-        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−1e4 closes)", _refuse_logs, _sample_logs,
+        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−1e4 closes)", _refuse_logs, _sample_logs, tex="g", decays=True,
+        projections=("softplus", "forget"),
     ),
     "log_diag": GatePart(
-        "aₜ", ("B, T, H, K",), "natural log per channel, ≤ 0", _refuse_logs, _sample_logs, _decay_matrix,
+        "aₜ", ("B, T, H, K",), "natural log per channel, ≤ 0", _refuse_logs, _sample_logs, tex="a", decays=True,
+        matrix=_decay_matrix, factor="Diag(exp(a_t))", letter="D", projections=("low_rank", "full_rank"),
     ),
     "angle": GatePart(
-        "θₜ", ("B, T, H or 1, K/2", "K/2"), "radians per token", _refuse_angle, _sample_angle, _rotation_matrix,
+        "θₜ", ("B, T, H or 1, K/2", "K/2"), "radians per token", _refuse_angle, _sample_angle, tex=r"\theta",
+        matrix=_rotation_matrix, factor="Rot(theta_t)", letter="P", projections=("selective", "selective"),
     ),
     "w": GatePart(
-        "wₜ", ("B, T, G, K", "B, T, G, n, K"), "unit vectors, or shorter", _refuse_w, _sample_w, _householder_matrix,
-        rounded=True,
+        "wₜ", ("B, T, G, K", "B, T, G, n, K"), "unit vectors, or shorter", _refuse_w, _sample_w, tex="w", rounded=True,
+        matrix=_householder_matrix, factor="I - beta_t w_t w_t^T", letter="H", projections=("delta", "path"),
     ),
-    "beta": GatePart("βₜ", ("B, T, G", "B, T, G, n"), "in [0, 2]", _refuse_beta, _sample_beta, rounded=True),
+    "beta": GatePart(
+        "βₜ", ("B, T, G", "B, T, G, n"), "in [0, 2]", _refuse_beta, _sample_beta, tex=r"\beta", of="w", rounded=True,
+    ),
 }  # fmt: skip
+
+
+def groups(parts: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
+    """The smallest sets that ``parts`` (None: all) can be taken in: each part with those that are of it."""
+    chosen = [name for name in PARTS if parts is None or name in parts]
+    own = [name for name in chosen if not PARTS[name].of]
+    return tuple((name, *(other for other in chosen if PARTS[other].of == name)) for name in own)
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:

@@ -114,12 +114,14 @@ class Transition:
     Leading axes may be any, as long as they broadcast. What the methods return may be written to in place.
 
     Args:
+        parts: of the gate, that it reads: whoever makes a transition of parts finds it by them.
         width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
             blocks of that size); 0 where all are.
         factored: whether w and beta may have an axis of factors.
         expands: whether ``|R_t|`` may be over 1; pruning rests on its being at most 1, and is refused then.
     """
 
+    parts: tuple[str, ...] = ()
     width: int = 0
     factored: bool = False
     expands: bool = False
@@ -208,6 +210,7 @@ class Product(Transition):
             raise ValueError(f"factors: expected at least two, got {len(factors)}")
         parts = [factor.factors if isinstance(factor, Product) else (factor,) for factor in factors]
         self.factors = tuple(chain.from_iterable(parts))
+        self.parts = tuple(chain.from_iterable(factor.parts for factor in self.factors))
         self.factored = any(factor.factored for factor in self.factors)
         self.expands = any(factor.expands for factor in self.factors)
         widths = [factor.width for factor in self.factors]

@@ -141,8 +141,8 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
     sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "n": gate.factors or 1}
     for name in gate.parts:
         x, part = getattr(gate, name), PARTS[name]
-        if name == "angle" and K % 2:
-            raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
+        if K % 2 and "K/2" in part.shapes[0]:
+            raise ValueError(f"gate.{name}: expected an even number of key channels to turn in pairs, got K={K}")
         shapes = (part.shapes[1 if several else 0],) if part.factored else part.shapes
         accepted = {shape: _sizes(shape, sizes, x) for shape in shapes}
         if tuple(x.shape) not in accepted.values():

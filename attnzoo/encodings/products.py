@@ -5,9 +5,10 @@ A pair of the table without a file of its own has its forms and its layer from h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.encodings.rope import Rotated
 from attnzoo.encodings.turned import turned
 from attnzoo.forms.additive import AdditiveForms
@@ -15,24 +16,9 @@ from attnzoo.forms.protocol import Kernel
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.triton import path_kernel
 from attnzoo.forms.triton_wall import wall_kernel
-from attnzoo.recurrences.products import transition_of
-
-GATES = {"log_decay": "forget", "log_diag": "full_rank", "angle": "selective", "w": "path"}
-
-
-def softmax_forms(*parts: str) -> SoftmaxForms:
-    """The forms of the encoding with these gate parts."""
-    matrix = set(parts) - {"log_decay"}
-    if not matrix:
-        return AdditiveForms()
-    if matrix == {"angle"}:
-        return Rotated()
-    kernels = {
-        ("w", "beta"): path_kernel, ("log_diag", "w", "beta"): path_kernel, ("angle", "w", "beta"): turned_path,
-        ("log_diag",): wall_kernel,
-    }  # fmt: skip
-    kernel = kernels.get(tuple(part for part in PARTS if part in matrix))
-    return SoftmaxForms(transition_of(parts), kernels={} if kernel is None else {"triton": kernel()})
+from attnzoo.recurrences.complex_linear import Rotation
+from attnzoo.recurrences.deltanet import Householder
+from attnzoo.recurrences.products import Kinds, kinds_of, projections, transition_of
 
 
 def turned_path() -> Kernel:
@@ -40,6 +26,23 @@ def turned_path() -> Kernel:
     return turned(path_kernel())
 
 
+KERNELS: dict[Kinds, Callable[[], Kernel]] = {  # of such factors, with or without a scalar decay
+    (Householder,): path_kernel, (Diagonal, Householder): path_kernel, (Rotation, Householder): turned_path,
+    (Diagonal,): wall_kernel,
+}  # fmt: skip
+
+
+def softmax_forms(*parts: str) -> SoftmaxForms:
+    """The forms of the encoding with these gate parts."""
+    kinds = kinds_of(parts)
+    if not kinds:
+        return AdditiveForms()
+    if kinds == (Rotation,):
+        return Rotated()
+    kernel = KERNELS.get(kinds)
+    return SoftmaxForms(transition_of(parts), kernels={} if kernel is None else {"triton": kernel()})
+
+
 def softmax_layer(*parts: str) -> dict[str, Any]:
     """A layer for them: the projections of the parts' own layers, and nothing else."""
-    return {"gate": tuple(name for part, name in GATES.items() if part in parts) or "none"}
+    return {"gate": projections(parts, 1)}

@@ -77,7 +77,8 @@ def turned(kernel: Kernel) -> Kernel:
         phase = torch.zeros(len(rows.lengths), 1, heads, K // 2, dtype=torch.float64, device=device)
         return TurnedMemory(**vars(memory), phase=phase)
 
-    return replace(kernel, run=run, extend=extend, fixed=fixed)
+    parts = None if kernel.parts is None else kernel.parts | {"angle"}
+    return replace(kernel, run=run, extend=extend, fixed=fixed, parts=parts)
 
 
 def fold(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import PARTS, Gate, expand_heads
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 from attnzoo.algebra.sums import running_sum
@@ -92,7 +92,13 @@ def gate_of_tokens(layer: Attention, core: Projected) -> Gate:
 
 def decays(gate: Gate) -> bool:
     """Whether it forgets, per head or per channel."""
-    return gate.log_decay is not None or gate.log_diag is not None
+    return bool(_logs(gate))
+
+
+def _logs(gate: Gate) -> list[Tensor]:
+    """The logs of what is left, of the first sequence: each ``[T, H, channels or 1]``."""
+    parts = [getattr(gate, name)[0] for name in gate.parts if PARTS[name].decays]
+    return [part if part.ndim == 3 else part[..., None] for part in parts]
 
 
 def _shown_length(gate: Gate, T: int) -> int:
@@ -111,11 +117,11 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
     Raises:
         ValueError: a gate that decays nothing.
     """
-    log = gate.log_decay[0, :, :, None] if gate.log_decay is not None else None
-    if gate.log_diag is not None:
-        log = gate.log_diag[0] if log is None else log + gate.log_diag[0]
-    if log is None:
-        raise ValueError("gate: expected log_decay or log_diag, got neither")
+    logs = _logs(gate)
+    if not logs:
+        known = " or ".join(name for name, part in PARTS.items() if part.decays)
+        raise ValueError(f"gate: expected {known}, got {', '.join(gate.parts) or 'none'}")
+    log = sum(logs[1:], logs[0])
     # A closed gate is -inf, and -inf minus -inf is nan in a difference of sums.
     total = running_sum(log.double().clamp_min(-1e4), 0)  # [T, H, channels]
     rows = torch.linspace(0, log.shape[0] - 1, min(samples, log.shape[0])).round().long()

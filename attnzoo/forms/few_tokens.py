@@ -57,4 +57,5 @@ def explain(call: Call) -> tuple[str, str]:
     return "one fused kernel", ""
 
 
-FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True)
+PARTS_READ = frozenset({"log_decay", "log_diag", "angle", "w", "beta"})
+FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True, parts=PARTS_READ)

@@ -78,7 +78,7 @@ def _prefill(
     else:
         assert last.carried is not None
         keys = last.carried.unflatten(1, (G, R))
-        keys = keys if _per_query_head(gate) else keys[:, :, :1]
+        keys = keys if gate.per_query_head else keys[:, :, :1]
     slots = {
         "k": keys.movedim(2, 3).contiguous(), "v": v.transpose(1, 2).contiguous(), "network": memory,
         "position": logits.position.expand(B, T)[:, None].expand(B, G, T).clone(), "kept": last.kept,
@@ -103,11 +103,6 @@ def _prefill(
     elif valid is not None:
         slots, live = swap_delete(slots, live, ~there[:, None].expand(B, G, T))
     return o, ForgettingCache(slots, live, seen, policy, T, sums, phase, angle)
-
-
-def _per_query_head(gate: Gate) -> bool:
-    """Whether transitions differ among the query heads of one key head."""
-    return gate.log_diag is not None or gate.angle is not None
 
 
 def _step(

@@ -82,6 +82,7 @@ class Kernel:
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
         brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
+        parts: of a gate, that it reads; None: whatever it is given.
         fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it (:mod:`attnzoo.forms.fixed`),
             or None where it cannot serve them.
     """
@@ -92,12 +93,17 @@ class Kernel:
     explain: Callable[[Call], tuple[str, str]] | None = None
     brief: bool = False
     fixed: Callable[..., Any] | None = None
+    parts: frozenset[str] | None = None
     options: tuple[str, ...] = field(init=False)  # of run
     extend_options: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", keywords(self.run))
         object.__setattr__(self, "extend_options", () if self.extend is None else keywords(self.extend))
+
+    def knows(self, parts: Iterable[str]) -> bool:
+        """Whether it reads all of these parts of a gate: another it would leave out."""
+        return self.parts is None or self.parts.issuperset(parts)
 
 
 def is_brief(forms: FormSet, form: str) -> bool:
@@ -150,7 +156,11 @@ class Forms:
         for name in call.options:
             if name not in taken:
                 return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
-        return "" if kernel is None else kernel.refuses(call)
+        if kernel is None:
+            return ""
+        if not kernel.knows(call.gate.parts):
+            return f"the {form} form reads no gate part but {', '.join(sorted(kernel.parts or ()))}"
+        return kernel.refuses(call)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any

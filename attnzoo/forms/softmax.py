@@ -179,7 +179,7 @@ class SoftmaxForms(Forms):
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
         self.transition.check(gate)
-        if given.prune is not None and self.transition.expands:
+        if given.prune is not None and (self.transition.expands or gate.expands):
             name = type(self.transition).__name__
             raise ValueError(f"prune: expected None ({name} makes vectors longer), got {given.prune!r}")
         gate = self.separated(gate, q, given.valid, given.cu_seqlens)
@@ -247,7 +247,7 @@ class SoftmaxForms(Forms):
             else:
                 o, lse, carried = self._rows(*args)
             outputs.append((o, lse))
-        step = 1 if gate.log_diag is not None or gate.angle is not None else H // G
+        step = 1 if gate.per_query_head else H // G
         new = replace(new, k=carried.mT[:, ::step].transpose(1, 2))
         return *joined(outputs), new
 

@@ -128,7 +128,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    return Kernel(run, extend, refuses, explain)
+    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "angle"}))
 
 
 def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
@@ -224,7 +224,8 @@ def path_kernel() -> Kernel:
             return None
         return CarriedMemory.like(state, rows, tokens, device)
 
-    return Kernel(run, extend, refuses, explain, fixed=fixed)
+    parts = frozenset({"log_decay", "log_diag", "w", "beta"})
+    return Kernel(run, extend, refuses, explain, fixed=fixed, parts=parts)
 
 
 def step_inputs(

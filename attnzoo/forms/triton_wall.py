@@ -84,7 +84,7 @@ def wall_kernel() -> Kernel:
         chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device), learns, shortened)
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    return Kernel(run, extend, refuses, explain)
+    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "log_diag"}))
 
 
 def _window(call: Call) -> bool:

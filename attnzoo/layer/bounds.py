@@ -49,7 +49,7 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     q, k = _weights(layer, layer.q_norm, config.query_heads), _weights(layer, layer.k_norm, config.key_heads)
     if config.qk_norm == "rms_full":  # all of the length may lie in one head
         scale *= math.sqrt(config.query_heads * config.key_heads)
-    mixed = layer.angle is not None or layer.variant.requires != ("log_decay",)
+    mixed = layer.angle is not None or layer.variant.carries
     largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
     return (largest * (config.key_dim * scale)).expand(config.num_heads).contiguous()
 

@@ -6,7 +6,7 @@ whole, and T may vary. Where a program is loaded, ``import attnzoo.layer.exporte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,19 +21,19 @@ Some = Tensor | None
 
 @torch.library.custom_op("attnzoo::attend", mutates_args=())
 def attend(
-    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Some, log_diag: Some, angle: Some, w: Some,
-    beta: Some, scale: float | None, valid: Some, cu_seqlens: Some, write: Some, delta_rule: bool, window: int | None,
-    sink: Some, eps: float | None, bound: str, logit_bound: Some,
+    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, parts: str, gate: Sequence[Tensor], scale: float | None,
+    valid: Some, cu_seqlens: Some, write: Some, delta_rule: bool, window: int | None, sink: Some, eps: float | None,
+    bound: str, logit_bound: Some,
 ) -> Tensor:  # fmt: skip
-    """What ``form`` of ``variant`` gives, ``[B, T, H, V]``."""
+    """The output of ``form`` of ``variant``, ``[B, T, H, V]``; ``parts`` names those of the gate, spaces between."""
     options = {
         "scale": scale, "valid": valid, "cu_seqlens": cu_seqlens, "write": write, "delta_rule": delta_rule or None,
         "window": window, "sink": sink, "prune": None if eps is None else Prune(eps, cast(Bound, bound)),
         "logit_bound": logit_bound,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
-    gate = Gate(log_decay=log_decay, log_diag=log_diag, angle=angle, w=w, beta=beta)
-    o: Tensor = get(variant).forms[form](q, k, v, gate, **given)
+    named = dict(zip(parts.split(), gate, strict=True))
+    o: Tensor = get(variant).forms[form](q, k, v, Gate(**named), **given)
     return o.contiguous()
 
 
@@ -50,7 +50,7 @@ def exported(
     pruning = (None, "") if prune is None else (prune.eps, prune.bound)
     names = ("scale", "valid", "cu_seqlens", "write")
     o: Tensor = attend(
-        variant, form, q, k, v, gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta,
+        variant, form, q, k, v, " ".join(gate.parts), [getattr(gate, name) for name in gate.parts],
         *(options.get(name) for name in names), "delta_rule" in options, options.get("window"), options.get("sink"),
         *pruning, options.get("logit_bound"),
     )  # fmt: skip

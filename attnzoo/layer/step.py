@@ -24,7 +24,7 @@ def serves(layer: Any, memory: object) -> bool:
     config, away = layer.config, getattr(getattr(memory, "evict", None), "offload", None)
     return (
         type(memory) is PagedMemory and memory.phase is None and away is None and type(layer.gate) in OF_X
-        and layer.variant.requires in ((), ("log_decay",)) and layer.angle is None and layer.forget is None
+        and not layer.variant.carries and layer.angle is None and layer.forget is None
         and layer.skip is None and layer.keys_per_token == 1 and config.num_qk_heads is None
         and {config.feature_map, config.key_feature_map} <= {"identity", None}
         and config.qk_norm in ("none", "rms") and config.output_norm_groups is None and not config.gate_before_norm

@@ -14,8 +14,8 @@ from style import Theme
 from trained import ROOT
 
 from attnzoo import get, pairs
+from attnzoo.algebra.gate import PARTS
 
-SYMBOLS = {"log_decay": "g", "log_diag": "a", "angle": "\\theta", "beta": "\\beta"}
 # where each pair stands, by its linear side: x in columns, y in rows from the bottom
 PLACES = {
     "linear_attention": (2.3, 0.0),
@@ -45,7 +45,7 @@ def reductions() -> dict[Edge, str]:
 def _words(change: Callable[..., Any]) -> str:
     parts = inspect.getclosurevars(change).nonlocals.get("parts")
     if parts:
-        return ", ".join(f"${SYMBOLS[part]} = 0$" for part in parts)
+        return ", ".join(f"${PARTS[part].tex} = 0$" for part in parts)
     return {"closed_free": "$g_t$ constant", "equal_channels": "$a = g\\,(1 \\ldots 1)$"}.get(change.__name__, "")
 
 

@@ -10,9 +10,10 @@ from matplotlib.patches import FancyBboxPatch
 from style import Theme
 
 from attnzoo import Pair, pairs
+from attnzoo.algebra import gate
 
-# a part, its symbol, and the gate's fields that it is made of
-PARTS = {"g": ("log_decay",), "a": ("log_diag",), "\\theta": ("angle",), "\\beta": ("w", "beta")}
+# the symbol of what is 0 without a part, and the gate's fields that the part is made of
+PARTS = {gate.PARTS[group[-1]].tex: group for group in gate.groups()}
 HEIGHT, GAP = 0.46, 0.66  # of a pair in a box, between rows
 Set = tuple[str, ...]
 

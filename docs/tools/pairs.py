@@ -8,10 +8,11 @@ import posixpath
 from itertools import combinations
 
 from attnzoo import Pair, describe, pairs
+from attnzoo.algebra.gate import PARTS
 from attnzoo.equations import page_of
 from attnzoo.registry import PAIRS
 
-MATRICES = {"log_diag": "D", "angle": "P", "w": "H"}  # as the page of products calls the factors of R_t
+MATRICES = {name: part.letter for name, part in PARTS.items() if part.letter}
 
 
 def _constant(pair: Pair) -> bool:
@@ -30,8 +31,7 @@ def script() -> str:
 
 def equation(pair: Pair) -> str:
     """What the page computes for ``pair``, in TeX: its gates per channel and its angles are the same at every token."""
-    same = [tex for part, tex in (("log_diag", r"\operatorname{Diag}(e^{a})"), ("angle", r"\operatorname{Rot}(\theta)"))
-            if part in pair.requires]  # fmt: skip
+    same = [_in_tex(part) for part in MATRICES if part in pair.requires and part != "w"]
     erase = r"I - \beta_t w_t w_t^\top"
     factors = [*same, *([rf"\big({erase}\big)" if same else erase] if "w" in pair.requires else [])]
     fade, way = "", "0"
@@ -50,6 +50,13 @@ def equation(pair: Pair) -> str:
         rf"S_t = {fade} S_{{t-1}} {step} + v_t k_t^\top, \qquad {named}"
         rf"s_{{tj}} = \lambda\, k_j^\top {between} q_t, \quad d_{{tj}} = {way}"
     )
+
+
+def _in_tex(part: str) -> str:
+    """The factor of a part, the same at every token: ``Rot(theta_t)`` as ``\\operatorname{Rot}(\\theta)``."""
+    name, _, inner = PARTS[part].factor.removesuffix(")").partition("(")
+    symbol = PARTS[part].tex
+    return rf"\operatorname{{{name}}}({f'e^{{{symbol}}}' if inner.startswith('exp') else symbol})"
 
 
 def equations() -> str:

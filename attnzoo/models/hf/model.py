@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import has_values, reads_values
 from attnzoo.layer.gates import GateProjection
@@ -339,7 +340,7 @@ def _precise(model: nn.Module) -> list[str]:
 def _gives_tokens_back(block: Any) -> bool:
     """Whether the layer's memory can be cropped."""
     attention = block.attention
-    carried = set(attention.variant.requires) - {"log_decay", "angle"}
+    carried = {part for part in attention.variant.requires if PARTS[part].carries} - {"angle"}
     windows = attention.config.conv_size or attention.config.kv_shift
     gates = [part for part in attention.gate.modules() if isinstance(part, GateProjection)]
     turning = any("angle" in gate.provides and not isinstance(gate, RotaryAngles) for gate in gates)
