@@ -42,12 +42,14 @@ demo: install
 test: install
 	$(PYTEST) --ignore=tests/docs
 
-QUICK = tests/test_architecture.py tests/test_config.py tests/test_registry.py tests/test_gate.py tests/test_data.py \
-	tests/test_forms.py tests/test_reductions.py tests/test_pruning.py tests/test_model.py tests/test_evaluation.py tests/test_claims.py \
-	tests/test_attention.py::test_reordered_cache_follows_its_rows \
+QUICK = tests/house/test_architecture.py tests/house/test_registry.py tests/algebra/test_gate.py tests/algebra/test_pruning.py \
+	tests/forms/test_forms.py tests/forms/test_reductions.py tests/models/test_model.py tests/data/test_data.py \
+	tests/evaluation/test_evaluation.py tests/experiments/test_claims.py tests/training/test_config.py \
+	tests/layer/test_attention.py::test_reordered_cache_follows_its_rows \
 	tests/kernels/test_fox.py::test_every_tiling_computes_the_same tests/kernels/test_path.py::test_two_runs_give_the_same_bits \
-	tests/test_training.py::test_a_model_learns tests/test_training.py::test_a_stopped_run_goes_on_to_the_same_bits \
-	tests/test_cli.py::test_train_trains tests/test_cli.py::test_mistake_is_one_line_that_names_the_nearest
+	tests/training/test_training.py::test_a_model_learns \
+	tests/training/test_training.py::test_a_stopped_run_goes_on_to_the_same_bits \
+	tests/cli/test_cli.py::test_train_trains tests/cli/test_cli.py::test_mistake_is_one_line_that_names_the_nearest
 
 test-quick: install
 	$(PYTEST) --hypothesis-profile=quick $(QUICK)
@@ -57,16 +59,18 @@ test-gpu: install
 
 test-long: install
 	$(PYTEST) --hypothesis-profile=long \
-		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
-		tests/test_options.py tests/test_products.py tests/test_forgetting.py tests/test_forgetting_cache.py
+		tests/forms/test_forms.py tests/forms/test_laws.py tests/forms/test_options.py tests/forms/test_reductions.py \
+		tests/algebra/test_pruning.py tests/algebra/test_products.py tests/layer/test_attention.py \
+		tests/forgetting/test_forgetting.py tests/forgetting/test_forgetting_cache.py
 	$(PYTEST) --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 # the tests that use transformers, on the oldest release that is supported and on the first that calls caches by another
 # name; `make test` has one between
 OLDEST = $(VENV)/transformers-4.57
 RENAMED = $(VENV)/transformers-5.24
-WITH_TRANSFORMERS = tests/test_hf.py tests/test_hf_training.py tests/test_hf_generate.py tests/test_hf_forgetting.py \
-	tests/test_import.py tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
+WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tests/models/test_hf_generate.py \
+	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/trained/test_exchange.py \
+	tests/data/test_tokenizer.py tests/documents/test_tutorial_commands.py
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
 		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
-    from attnzoo.algebra.forgetting import Forgetting
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Evict, Prune
     from attnzoo.equations import describe
-    from attnzoo.forms.cache import KVCache, RecurrentState
+    from attnzoo.forgetting.rules import Forgetting
+    from attnzoo.forms.caches.state import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pair_for, pairs, register
@@ -44,10 +44,10 @@ _HOMES = {
     "Attention": "layer.attention",
     "build_attention": "layer.build",
     "Evict": "algebra.pruning",
-    "Forgetting": "algebra.forgetting",
+    "Forgetting": "forgetting.rules",
     "Gate": "algebra.gate",
-    "KVCache": "forms.cache",
-    "RecurrentState": "forms.cache",
+    "KVCache": "forms.caches.state",
+    "RecurrentState": "forms.caches.state",
     "Prune": "algebra.pruning",
     "describe": "equations",
 }

@@ -20,7 +20,7 @@ from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
-from attnzoo.training.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
+from attnzoo.trained.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
@@ -215,7 +215,7 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     from its newest checkpoint: RUN/config.yaml means the run in that folder, unless output_dir is given.
     """
     path = find_config(config, "train")
-    from attnzoo.config import load_config
+    from attnzoo.training.recipe import load_config
 
     read = where_it_stands(load_config(path, overrides), path, overrides)
     train_by(processes, read, "train", config, *overrides)
@@ -232,8 +232,8 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     of them, as in train.steps=100. What is trained or measured already is not done again.
     """
     path = find_config(config, "compare")
-    from attnzoo.config import load_config
     from attnzoo.experiments.compare import CompareConfig, check_own, run_comparison
+    from attnzoo.training.recipe import load_config
 
     loaded = load_config(path, overrides, schema=CompareConfig)
     check_own(path, overrides)

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.errors import UnavailableError
-from attnzoo.forms import fla
+from attnzoo.forms.backends import fla
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
+from attnzoo.forms.backends.fla import Operation, Prepared, fla_kernel, scalar_decay
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
+from attnzoo.forms.backends.rotation import turn, turn_for_cache
 from attnzoo.forms.linear import LinearForms
-from attnzoo.forms.rotation import turn, turn_for_cache
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import in_order, rank_one_block
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import FLA_DELTA_RULE
+from attnzoo.forms.backends.fla import FLA_DELTA_RULE
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "DeltaNet"

@@ -5,8 +5,8 @@ r"""Gated DeltaNet: forgets, erases along w_t, writes v_t k_t^T; with ``delta_ru
 Softmax dual: PaTH-FoX. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, eq. 10.
 """
 
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import FLA_DELTA_RULE
+from attnzoo.forms.backends.fla import FLA_DELTA_RULE
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.deltanet import Householder
 

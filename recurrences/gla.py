@@ -9,8 +9,8 @@ Training", 2024, eq. 3 and section 4.
 from __future__ import annotations
 
 from attnzoo.algebra.diagonal import Diagonal
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import FLA_DIAGONAL_DECAY
+from attnzoo.forms.backends.fla import FLA_DIAGONAL_DECAY
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Gated linear attention"

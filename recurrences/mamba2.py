@@ -9,8 +9,8 @@ queries and keys of its own for each head. With several groups of B and C, give 
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import FLA_SCALAR_DECAY
+from attnzoo.forms.backends.fla import FLA_SCALAR_DECAY
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Mamba-2"

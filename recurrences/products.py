@@ -11,8 +11,7 @@ from typing import Any
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import Identity, Product, Transition
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import (
+from attnzoo.forms.backends.fla import (
     Operation,
     channel_delta_rule,
     delta_rule,
@@ -20,6 +19,7 @@ from attnzoo.forms.fla import (
     fla_kernel,
     scalar_decay,
 )
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.complex_linear import Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder

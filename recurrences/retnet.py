@@ -6,8 +6,8 @@ Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import FLA_SCALAR_DECAY
+from attnzoo.forms.backends.fla import FLA_SCALAR_DECAY
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "RetNet"

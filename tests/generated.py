@@ -4,8 +4,8 @@ import torch
 from layers import rows
 
 from attnzoo.config import ModelConfig
-from attnzoo.forms.fixed import Rows
-from attnzoo.layer.fixed import FixedCache
+from attnzoo.forms.caches.inplace import Rows
+from attnzoo.layer.inplace import FixedCache
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, list_variants
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnzoo.forms import fla, fla_tuning
+from attnzoo.forms.backends import fla, fla_tuning
 
 FAMILIES = ("simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,16 +14,16 @@ from torch import Tensor
 import attnzoo
 from attnzoo import Gate, Pair, Prune, get, register
 from attnzoo.algebra import oracle
-from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.gate import PARTS, Draws, GatePart, GateParts
 from attnzoo.algebra.transitions import HeadGate, Transition
-from attnzoo.forms.forgetting_cache import Network, Policy
-from attnzoo.forms.forgetting_steps import extend_forgetting
+from attnzoo.forgetting.cache import Network, Policy
+from attnzoo.forgetting.rules import Forgetting
+from attnzoo.forgetting.steps import extend_forgetting
+from attnzoo.forms.backends.fox_path import path_kernel
+from attnzoo.forms.backends.wall import wall_kernel
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton import path_kernel
-from attnzoo.forms.triton_wall import wall_kernel
 from attnzoo.recurrences import products
 from attnzoo.registry import unregister
 

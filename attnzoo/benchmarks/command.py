@@ -210,7 +210,7 @@ def train(config: str, overrides: tuple[str, ...], device: str | None, **options
     CONFIG and KEY=VALUE are those of `attnzoo train`; nothing is kept of what is trained.
     """
     found = find_config(config, "train")
-    from attnzoo.config import load_config
+    from attnzoo.training.recipe import load_config
 
     loaded = load_config(found, [*overrides, *([f"device={device}"] if device else [])])
     if loaded.device != "cpu":

@@ -29,14 +29,14 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, not_measured, save
 from attnzoo.benchmarks.train import trained_biases
-from attnzoo.forms.cache import KVCache, RecurrentState
-from attnzoo.forms.carried import CarriedPool
-from attnzoo.forms.paged import PagedCache
+from attnzoo.forms.caches.pages.paged_cache import PagedCache
+from attnzoo.forms.caches.path_pages.pool import CarriedPool
+from attnzoo.forms.caches.state import KVCache, RecurrentState
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.engine import Generator
-from attnzoo.models.sampling import Sampling
+from attnzoo.models.generation.engine import Generator
+from attnzoo.models.generation.sampling import Sampling
 
 SIZES: dict[str, Any] = {"hidden_size": 1536, "num_layers": 24, "num_heads": 24, "vocab_size": 50257}
 STEPS, WARM = 32, 8
@@ -51,7 +51,7 @@ class Contender:
         name: in print.
         attention: of every layer.
         options: of its layers.
-        evict: see :class:`~attnzoo.models.engine.Generator`.
+        evict: see :class:`~attnzoo.models.generation.engine.Generator`.
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
         fuse: whether maps of one input are one product.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnzoo.errors import unknown
 from attnzoo.files import write_whole
-from attnzoo.forms import fla
+from attnzoo.forms.backends import fla
 from attnzoo.kernels.common.device import installed_triton
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
 from attnzoo.layer.gates.decay import ForgetGate
-from attnzoo.layer.precision import GateLinear
 from attnzoo.models import LanguageModel
+from attnzoo.precision import GateLinear
 from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row

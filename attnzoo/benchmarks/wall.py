@@ -7,7 +7,7 @@ Writes results.json and results.md.
 
 q and k are RMS-normed per head; the gates of channels are what fox.py has for heads, float32. FoX without a gate is
 plain softmax attention on our kernels: what Wall's decays cost. Tuning the peer over its 24 tiles takes many minutes,
-so it runs with one of them (``TILES`` of ``forms/fla_tuning.py``); ``ATTNZOO_FLA_TUNING=full`` measures all.
+so it runs with one of them (``TILES`` of ``forms/backends/fla_tuning.py``); ``ATTNZOO_FLA_TUNING=full`` measures all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from attnzoo.benchmarks.measure import (
     save,
     time_and_memory,
 )
-from attnzoo.forms import fla_tuning
+from attnzoo.forms.backends import fla_tuning
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference

@@ -52,9 +52,9 @@ class DataConfig:
         source: `stdlib` (the Python standard library's own source), a text file, a folder of text files, a folder that
             `attnzoo tokenize` wrote, pre-tokenised `.npy` / `.bin` files (one, or a folder of them), or a synthetic
             task, such as `task:flip_flop`, or `task:FILE.py` for one of your own. Text is read byte by byte: the
-            vocabulary is 256, and a zero byte, which no text may hold, ends each document. What attnzoo has written into
-            a folder of texts, such as runs, is none of them. Files of tokens are memory-mapped; a task is drawn as it
-            is asked for.
+            vocabulary is 256, and a zero byte, which no text may hold, ends each document. What attnzoo has written
+            into a folder of texts, such as runs, is none of them. Files of tokens are memory-mapped; a task is drawn as
+            it is asked for.
         task_options: of a task, such as `{p_ignore: 0.98}`.
         sources: several sources with their weights, instead of `source`.
         documents: `joined` (a row goes on from one document into the next) or `packed` (no token of a document sees, or

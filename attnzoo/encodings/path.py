@@ -7,8 +7,8 @@ Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Househo
 sections 2 and 3.
 """
 
+from attnzoo.forms.backends.fox_path import path_kernel
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton import path_kernel
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "PaTH"

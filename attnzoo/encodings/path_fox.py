@@ -7,8 +7,8 @@ The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, 
 Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 2.2.
 """
 
+from attnzoo.forms.backends.fox_path import path_kernel
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton import path_kernel
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "PaTH-FoX"

@@ -12,10 +12,10 @@ from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.encodings.rope import Rotated
 from attnzoo.encodings.turned import turned
 from attnzoo.forms.additive import AdditiveForms
+from attnzoo.forms.backends.fox_path import path_kernel
+from attnzoo.forms.backends.wall import wall_kernel
 from attnzoo.forms.protocol import Kernel
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton import path_kernel
-from attnzoo.forms.triton_wall import wall_kernel
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.recurrences.products import Kinds, kinds_of, projections, transition_of

@@ -15,8 +15,8 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.additive import AdditiveForms
-from attnzoo.forms.cache import KVCache
-from attnzoo.forms.rotation import turn, turn_for_cache
+from attnzoo.forms.backends.rotation import turn, turn_for_cache
+from attnzoo.forms.caches.state import KVCache
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all
 
 TITLE = "RoPE"

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
-from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import Rows
-from attnzoo.forms.fixed_keys import CarriedMemory
+from attnzoo.forms.backends.fox_path import whole_path
+from attnzoo.forms.backends.rotation import turn, turn_for_cache
+from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace_keys import CarriedMemory
+from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.forms.rotation import turn, turn_for_cache
-from attnzoo.forms.triton import whole_path
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle

@@ -8,8 +8,8 @@ Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/na
 """
 
 from attnzoo.algebra.diagonal import Diagonal
+from attnzoo.forms.backends.wall import wall_kernel
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton_wall import wall_kernel
 
 TITLE = "Wall"
 PAPER = "Tilde Research, in flash-linear-attention 0.6.0 (2026), ops/wall_attn"

@@ -18,7 +18,6 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
-from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.errors import at_least, unknown
@@ -45,6 +44,7 @@ from attnzoo.training.config import check_folder_name
 from attnzoo.training.digests import MODEL
 from attnzoo.training.exchange import is_bytes
 from attnzoo.training.metrics import rows_until
+from attnzoo.training.recipe import ModelConfig, TrainConfig, to_yaml
 
 ENTRY_KEYS = ("name", "label", "options", "group")
 OWN = ("train.model.attention", "train.output_dir")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.config import TrainConfig
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation import Array, gate_maps, token_losses
@@ -20,6 +19,7 @@ from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.training.metrics import Row
+from attnzoo.training.recipe import TrainConfig
 
 ROWS_SEED = 1000  # of the rows that are asked: no run validates on them
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attnzoo.config import TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.data.windows import heldout_starts
@@ -35,6 +34,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError, OtherRunError, identity, read_progress
+from attnzoo.training.recipe import TrainConfig, load_config, to_yaml
 from attnzoo.training.throughput import Operations
 
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to

@@ -12,18 +12,18 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import Identity, Transition, compute_dtype, heads_first
 from attnzoo.forms import softmax
-from attnzoo.forms.cache import KVCache, grown
-from attnzoo.forms.fixed import Memory, Rows
-from attnzoo.forms.fixed_keys import KeyMemory
-from attnzoo.forms.fixed_pages import PagedMemory
+from attnzoo.forms.backends.fox_path import fox_kernel
+from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace_keys import KeyMemory
+from attnzoo.forms.caches.pages.attention import extend_pages, refuses_pages, step_pages
+from attnzoo.forms.caches.pages.inplace import PagedMemory
+from attnzoo.forms.caches.pages.paged_cache import PagedCache, key_heads
+from attnzoo.forms.caches.pages.pool import KeyPool
+from attnzoo.forms.caches.state import KVCache, grown
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.paged import PagedCache, key_heads
-from attnzoo.forms.paged_attention import extend_pages, refuses_pages, step_pages
-from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import Band, near_lse
 from attnzoo.forms.rowblocks import causal_attention
-from attnzoo.forms.triton import fox_kernel
 from attnzoo.kernels.decode import triton_unavailable
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from attnzoo.algebra.validation import check_inputs
 from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnknownKeyError, unknown
-from attnzoo.forms.cache import check_state
+from attnzoo.forms.caches.state import check_state
 from attnzoo.forms.protocol import REFERENCE, FormSet, check_options
 
 

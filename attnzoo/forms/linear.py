@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
-from attnzoo.forms.cache import RecurrentState
-from attnzoo.forms.fixed import MatrixMemory, Rows
+from attnzoo.forms.caches.inplace import MatrixMemory, Rows
+from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms

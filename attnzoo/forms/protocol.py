@@ -83,8 +83,8 @@ class Kernel:
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
         brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
         parts: of a gate, that it reads; None: whatever it is given.
-        fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it (:mod:`attnzoo.forms.fixed`),
-            or None where it cannot serve them.
+        fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it
+            (:mod:`attnzoo.forms.caches.inplace`), or None where it cannot serve them.
     """
 
     run: Callable[..., Any]

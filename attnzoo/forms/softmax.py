@@ -16,16 +16,16 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform, records
-from attnzoo.forms.cache import KVCache, append, append_valid, check_copy
-from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
-from attnzoo.forms.fixed import Memory, Rows
-from attnzoo.forms.fixed_carried import CarriedPages, GroupedPages
-from attnzoo.forms.fixed_keys import KeyMemory
+from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace_keys import KeyMemory
+from attnzoo.forms.caches.pages.attention import refuses_pages
+from attnzoo.forms.caches.pages.paged_cache import PagedCache
+from attnzoo.forms.caches.pages.pool import KeyPool
+from attnzoo.forms.caches.path_pages.inplace import CarriedPages, GroupedPages
+from attnzoo.forms.caches.path_pages.pool import CarriedPool, extend_carried, step_carried
+from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache
-from attnzoo.forms.paged_attention import refuses_pages
-from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
 from attnzoo.kernels.common.constants import KEY_UNIT

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
+from attnzoo.forgetting.cache import Policy
+from attnzoo.forgetting.rules import Forgetting, room
+from attnzoo.forms.caches.inplace import MatrixMemory
+from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.factors import outputs, sub_tokens
-from attnzoo.forms.fixed import MatrixMemory
-from attnzoo.forms.forgetting_cache import Policy
 from attnzoo.forms.options import check_borders
-from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.protocol import Call
-from attnzoo.layer import linear_step
+from attnzoo.layer import fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import (
     check_cache,
@@ -33,16 +33,16 @@ from attnzoo.layer.checks import (
 )
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
-from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.forgetting import Forget, check_forgetting
+from attnzoo.layer.fused_paged import serves, step
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
-from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
-from attnzoo.layer.precision import PreciseModule, fill
+from attnzoo.layer.inplace import FixedCache, FixedStream
+from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.step import serves, step
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
+from attnzoo.precision import PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
@@ -200,7 +200,7 @@ class Attention(PreciseModule):
                 cached tokens is accepted too, of which none can be hidden (a CPU says so; the last T count). Outputs at
                 padding are 0.
             cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
-                another. A :class:`~attnzoo.layer.fixed.FixedCache` takes one token of each of its sequences.
+                another. A :class:`~attnzoo.layer.inplace.FixedCache` takes one token of each of its sequences.
 
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
@@ -300,7 +300,7 @@ class Attention(PreciseModule):
         cache.check(x)
         if cache.whole and isinstance(cache.memory, MatrixMemory):
             if x.shape[1] == 1:
-                return linear_step.step(self, x, cache)
+                return fused_recurrent.step(self, x, cache)
         elif cache.whole:
             return step(self, x, cache)
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
@@ -311,7 +311,7 @@ class Attention(PreciseModule):
 
     def whole_steps(self, memory: object, dtype: torch.dtype) -> bool:
         """Whether kernels over ``memory`` do all of a step but the products with weights, for x in ``dtype``."""
-        return linear_step.serves(self, memory, dtype) if isinstance(memory, MatrixMemory) else serves(self, memory)
+        return fused_recurrent.serves(self, memory, dtype) if isinstance(memory, MatrixMemory) else serves(self, memory)
 
     def step_options(self, bound: Tensor | None) -> dict[str, Any]:
         """What such a step is asked for by keyword; ``bound`` is that of the logits."""

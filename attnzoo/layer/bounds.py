@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict, QueryBounds
-from attnzoo.forms.offload import Offload
-from attnzoo.forms.paged import Eviction
-from attnzoo.forms.pool import KeyPool
+from attnzoo.forms.caches.pages.offload import Offload
+from attnzoo.forms.caches.pages.paged_cache import Eviction
+from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.parts import HeadNorm
+from attnzoo.layer.modules import HeadNorm
 from attnzoo.registry import Variant
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
 from attnzoo.layer.gates import gate_classes, gate_options

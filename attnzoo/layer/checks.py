@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import KINDS, UnavailableError
+from attnzoo.forgetting.rules import Forgetting, room
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import checked_factors

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates import GateName
-from attnzoo.layer.parts import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
+from attnzoo.layer.modules import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
 
 NORMS = ("none", "rms", "rms_full", "l2")
 OUTPUT_NORMS = ("none", "rms", "group")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.cache import check_state
+from attnzoo.forms.caches.state import check_state
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
 from attnzoo.kernels.common.untraced import constant_in_traces
 from attnzoo.layer.exported import exported

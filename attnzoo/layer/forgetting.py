@@ -10,21 +10,21 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from attnzoo.algebra.forgetting import Forgetting, blended
 from attnzoo.algebra.values import as_given, records
-from attnzoo.forms.fixed import Rows
-from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
-from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy
-from attnzoo.forms.forgetting_fixed import ForgettingMemory
-from attnzoo.forms.forgetting_steps import extend_forgetting
+from attnzoo.forgetting.cache import ForgettingCache, Network, Policy
+from attnzoo.forgetting.inplace import ForgettingMemory
+from attnzoo.forgetting.panels import Logits
+from attnzoo.forgetting.rules import Forgetting, blended
+from attnzoo.forgetting.steps import extend_forgetting
+from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
+from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.pages.pool import LastRows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
-from attnzoo.forms.panels import Logits
-from attnzoo.forms.pool import LastRows
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.precision import PreciseModule, fill, wide
+from attnzoo.precision import PreciseModule, fill, wide
 from attnzoo.registry import Variant
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
@@ -38,7 +38,7 @@ def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned
     """Whether a layer can forget.
 
     Raises:
-        TypeError: not a :class:`~attnzoo.algebra.forgetting.Forgetting`.
+        TypeError: not a :class:`~attnzoo.forgetting.rules.Forgetting`.
         ValueError: the linear side, another library's forms, or an option that the student has no form of.
     """
     if not isinstance(forgetting, Forgetting):
@@ -77,7 +77,7 @@ class Forget(PreciseModule):
     They are constants for the gradient, so that only the loss of the task trains what is outside the network.
 
     Args:
-        options: see :class:`~attnzoo.algebra.forgetting.Forgetting`.
+        options: see :class:`~attnzoo.forgetting.rules.Forgetting`.
         config: of the layer.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.forms.cache import check_rows, whole
+from attnzoo.forms.caches.state import check_rows, whole
 
 
 class Owner(weakref.ref[nn.Module]):
@@ -35,7 +35,7 @@ class LayerCache:
         dtype: of the hidden states in the calls before.
         owner: the layer whose calls it belongs to; None for the first that is given it.
         evict: the keys that it may give up; None for none.
-        budget: of a layer that forgets, as :func:`attnzoo.algebra.forgetting.room` takes it.
+        budget: of a layer that forgets, as :func:`attnzoo.forgetting.rules.room` takes it.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 

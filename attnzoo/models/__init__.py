@@ -6,8 +6,8 @@ from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
     from attnzoo.models.decoder import LanguageModel, ModelOutput
-    from attnzoo.models.engine import Generator
+    from attnzoo.models.generation.engine import Generator
 
 __all__ = ["Generator", "LanguageModel", "ModelOutput"]
 
-__getattr__ = lazy(__name__, {"Generator": "engine", "LanguageModel": "decoder", "ModelOutput": "decoder"})
+__getattr__ = lazy(__name__, {"Generator": "generation.engine", "LanguageModel": "decoder", "ModelOutput": "decoder"})

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
-from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.gates.hgrn2 import lower_bounds
-from attnzoo.layer.precision import PreciseModule
+from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
+from attnzoo.precision import PreciseModule
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import PART, damaged_name, digest, part_of, scratch_content, scratch_folder, sync, write_whole
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.forgetting import networks, set_phase
+from attnzoo.training.recipe import config_differences, load_config, to_yaml
 from attnzoo.training.sharding import TrainState, read_weights
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnzoo import __version__
-from attnzoo.config import ModelConfig, load_config, to_yaml
 from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.sources import BYTES, is_text
@@ -25,6 +24,7 @@ from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoi
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS
 from attnzoo.training.forgetting import config_now
+from attnzoo.training.recipe import ModelConfig, load_config, to_yaml
 from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.forgetting import Forget
 from attnzoo.models.config import ModelConfig
 from attnzoo.registry import get
@@ -18,8 +18,8 @@ from attnzoo.training.config import ForgettingConfig, TrainConfig
 
 if TYPE_CHECKING:
     from attnzoo.models import LanguageModel
+    from attnzoo.training.batches import Rows
     from attnzoo.training.metrics import Row
-    from attnzoo.training.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def with_forgetting(source: TrainConfig | ModelConfig, options: Mapping[str, Any
         source: a run's, or a model's. A run's weights are gone on from (``start_from``) in a folder beside its own; a
             recipe that has not been run starts from where it did. (:func:`attnzoo.training.exchange.recipe_of` reads
             it from the folder of a run or of a model.)
-        options: of :class:`~attnzoo.algebra.forgetting.Forgetting`.
+        options: of :class:`~attnzoo.forgetting.rules.Forgetting`.
 
     Raises:
         ValueError: no layer is of the softmax side.

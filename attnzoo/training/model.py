@@ -16,7 +16,7 @@ def new_model(config: TrainConfig) -> LanguageModel:
     """The model of a run with its first weights, from torch's global random state; on the CPU, in training mode.
 
     With `mixed_precision=pure_bf16` they are bfloat16, but for what a
-    :class:`~attnzoo.layer.precision.PreciseModule` keeps precise.
+    :class:`~attnzoo.precision.PreciseModule` keeps precise.
 
     Raises:
         ValueError: a variant or one of its options does not exist.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attnzoo.layer.parts import HeadNorm, ShortConvolution
-from attnzoo.layer.precision import PreciseModule
+from attnzoo.layer.modules import HeadNorm, ShortConvolution
+from attnzoo.precision import PreciseModule
 from attnzoo.training.config import Extension, OptimizerConfig
 
 NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

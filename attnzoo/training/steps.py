@@ -14,12 +14,12 @@ from torch import Tensor
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
+from attnzoo.training.batches import Rows, moved, rows_of, rows_of_answers
 from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown, taught
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
-from attnzoo.training.rows import Rows, moved, rows_of, rows_of_answers
 from attnzoo.training.sharding import TrainState, own, whole
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 

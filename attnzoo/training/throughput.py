@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnzoo.evaluation.pruning import heads_kept
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
-from attnzoo.training.rows import Rows
+from attnzoo.training.batches import Rows
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ def record(needles: str, text: str) -> None:
 
     from attnzoo.data import build_data, heldout_windows
     from attnzoo.data.tasks import Examples, build_task
-    from attnzoo.evaluation.memory import ages_of_forgetting
+    from attnzoo.evaluation.forgetting import ages_of_forgetting
     from attnzoo.training import load_run
 
     found = {}

@@ -30,7 +30,7 @@ Edge = tuple[str, str]
 
 
 def reductions() -> dict[Edge, str]:
-    """What is set to turn the first variant into the second, in TeX, from ``tests/test_reductions.py``."""
+    """What is set to turn the first variant into the second, in TeX, from ``tests/forms/test_reductions.py``."""
     sys.path.insert(0, str(ROOT / "tests"))
     try:
         from test_reductions import REDUCTIONS

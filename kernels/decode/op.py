@@ -12,8 +12,8 @@ from attnzoo.kernels.decode.parts import Forget, Shift
 from attnzoo.kernels.decode.plan import Call, plan
 from attnzoo.kernels.decode.portable.append import append
 from attnzoo.kernels.decode.portable.attention import paged_forward
-from attnzoo.kernels.decode.portable.carried import Carried, walk_and_carry
-from attnzoo.kernels.decode.portable.shares import FAR, Shares
+from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
+from attnzoo.kernels.decode.portable.path_pages import Carried, walk_and_carry
 from attnzoo.kernels.decode.portable.tokens import write_tokens
 
 

@@ -1,7 +1,7 @@
 """PaTH and PaTH-FoX: softmax attention through accumulated Householder-like products, with certified pruning."""
 
 from .api import kept_fraction, path_attention, triton_unavailable
-from .cache import carry_keys, path_extend, path_step, refuse_gradients
+from .decode import carry_keys, path_extend, path_step, refuse_gradients
 
 __all__ = [
     "carry_keys",

@@ -29,8 +29,8 @@ from attnzoo.kernels.common.checks import (
 from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
+from attnzoo.kernels.levels.plan import too_small
 
-from .plan import too_small
 from .reference import path_reference_lse, prune_starts_reference
 
 
@@ -97,8 +97,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         keep_carries: keep what the forward makes of the transitions for the backward, which makes it again otherwise:
             the backward is faster by about half of the forward, for about 33 K bytes a token and key head in 16 bits
-            (``kernels/path/keeping.py``). Values and gradients are the same. Not with log_diag. Without a gradient to
-            come nothing is kept, and the reference keeps everything in any case.
+            (``kernels/path/kept_transitions.py``). Values and gradients are the same. Not with log_diag. Without a
+            gradient to come nothing is kept, and the reference keeps everything in any case.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0, with Triton 3.7 also 8.0).
 

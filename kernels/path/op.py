@@ -18,13 +18,12 @@ from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_without_gate
-from attnzoo.kernels.path.keeping import kept_bytes
-from attnzoo.kernels.path.levels import Wanted
+from attnzoo.kernels.levels.layout import Wanted
+from attnzoo.kernels.levels.plan import Call, plan
+from attnzoo.kernels.path.kept_transitions import kept_bytes
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
 from attnzoo.kernels.path.portable.prune import path_starts
-
-from .plan import Call, plan
 
 
 def gates(

@@ -19,8 +19,8 @@ from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse
-from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
-from attnzoo.kernels.path.levels import Wanted, clear_tails
+from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
+from attnzoo.kernels.levels.layout import Wanted, clear_tails
 from attnzoo.kernels.path.op import gates
 from attnzoo.kernels.path.portable.backward import levels_backward
 from attnzoo.kernels.path.portable.forward import attend_levels

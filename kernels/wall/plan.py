@@ -9,8 +9,8 @@ import torch
 
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.path.plan import Call
-from attnzoo.kernels.path.plan import plan as path_plan
+from attnzoo.kernels.levels.plan import Call
+from attnzoo.kernels.levels.plan import plan as path_plan
 
 # Channels and blocks at a time, and launch options, of the kernels of the carries.
 _CARRY: dict[str, dict[str, int]] = {

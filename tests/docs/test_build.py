@@ -40,7 +40,7 @@ GOOD = {
     "fox.1": {
         "says": "one",
         "code": "attnzoo/algebra/gate.py#Gate.dense",
-        "test": "tests/test_laws.py::test_causality",
+        "test": "tests/forms/test_laws.py::test_causality",
     },
     "fox.2": {"says": "two", "test": "page"},
 }
@@ -53,8 +53,8 @@ def complaints(tools, meta, text=PAGE) -> list[str]:
 
 
 def test_a_true_page_passes(tools):
-    existing = next(name for name in tools["sources"].symbols("tests/test_laws.py") if name.startswith("test_"))
-    meta = GOOD | {"fox.1": GOOD["fox.1"] | {"test": f"tests/test_laws.py::{existing}"}}
+    existing = next(name for name in tools["sources"].symbols("tests/forms/test_laws.py") if name.startswith("test_"))
+    meta = GOOD | {"fox.1": GOOD["fox.1"] | {"test": f"tests/forms/test_laws.py::{existing}"}}
     assert complaints(tools, meta) == []
 
 
@@ -66,8 +66,8 @@ def test_a_true_page_passes(tools):
             "no Gate.sparse in attnzoo/algebra/gate.py",
         ),
         ({"fox.1": GOOD["fox.1"] | {"code": "attnzoo/gates/none.py"}}, "no file attnzoo/gates/none.py"),
-        ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py::test_nothing"}}, "no test_nothing"),
-        ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py"}}, "expected path::test_name"),
+        ({"fox.1": GOOD["fox.1"] | {"test": "tests/forms/test_laws.py::test_nothing"}}, "no test_nothing"),
+        ({"fox.1": GOOD["fox.1"] | {"test": "tests/forms/test_laws.py"}}, "expected path::test_name"),
         ({"fox.1": {"code": None, "test": None}}, "expected {says"),
         ({"fox.1": {"says": "one"}}, "expected a test"),
         ({"fox.3": {"says": "three", "test": None}}, "no equation of the page has it"),

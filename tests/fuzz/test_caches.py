@@ -9,8 +9,8 @@ from layers import layer
 
 from attnzoo import Evict
 from attnzoo.models import Generator
-from attnzoo.models.proposals import look_up
-from attnzoo.models.sampling import Samplers, Sampling
+from attnzoo.models.generation.proposals import look_up
+from attnzoo.models.generation.sampling import Samplers, Sampling
 
 TINY = 1e-25  # what is certified below it is nothing beside any rounding
 ROOM = 240

@@ -35,12 +35,12 @@ from attnzoo.kernels import linear
 from attnzoo.kernels.common import device
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.decode import api as decode
-from attnzoo.kernels.decode import carried, step
+from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
+from attnzoo.kernels.levels.plan import too_small
 from attnzoo.kernels.path import api as path
-from attnzoo.kernels.path import cache as path_cache
-from attnzoo.kernels.path.cache import path_extend
-from attnzoo.kernels.path.plan import too_small
+from attnzoo.kernels.path import decode as path_cache
+from attnzoo.kernels.path.decode import path_extend
 from attnzoo.kernels.rotation import api as rotation
 from attnzoo.kernels.wall import api as wall
 
@@ -136,10 +136,10 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     sums = {"decay": torch.zeros(P, 64, R), "page_sum": n_log, "total": n_log[..., 0].contiguous(), "n_log": n_log}
     sums |= {"since": torch.zeros(B, H, dtype=int32), "closed": n_log.long()}
     count = torch.zeros(B, dtype=int32)
-    path_step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
+    path_step = functools.partial(path_pages.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
     path_step(window=100, sink=gates[0, 0], **pages)
     kept = {name: pool[name] for name in ("table", "first", "length", "k_norm")}
-    carried.paged_path_carry(new, new, new[..., 0].float(), count=count, **groups, **kept)
+    path_pages.paged_path_carry(new, new, new[..., 0].float(), count=count, **groups, **kept)
     return path_step(log_decay=gates, count=count, prune=Prune(), carry=T == 1, **groups, **sums)
 
 
@@ -317,7 +317,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, carried, fox, linear.api, path, path_cache, rotation, wall):
+    for api in (decode, path_pages, fox, linear.api, path, path_cache, rotation, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -14,7 +14,8 @@ from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
 from attnzoo.kernels.common.tiles import Kind, Tiles
-from attnzoo.kernels.path import path_attention, plan
+from attnzoo.kernels.levels import plan
+from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.kernels.path.levels import (
+from attnzoo.kernels.levels.layout import (
     BLOCK,
     UNIT,
     Carried,

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo.kernels.decode import paged_append, paged_attention
 from attnzoo.kernels.decode.plan import Call, plan, workspace
-from attnzoo.kernels.decode.portable import attention, shares
-from attnzoo.kernels.decode.portable import carried as walks
+from attnzoo.kernels.decode.portable import attention, page_shares
+from attnzoo.kernels.decode.portable import path_pages as walks
 
 CASE = Case(lengths=(70, 5), T=2, H=2, G=1, K=8, V=8, sink=True)
 
@@ -189,7 +189,7 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
     table = torch.zeros(B, G, N, dtype=torch.int32)
     call = Call(T, H // G, 64, K, K, torch.float32, carried)
     expected = workspace(call, plan(call, 1), B * G, N)
-    monkeypatch.setattr(shares, "paged_shares_kernel", Nothing())
+    monkeypatch.setattr(page_shares, "paged_shares_kernel", Nothing())
     for name in ("paged_split_kernel", "paged_combine_kernel"):
         monkeypatch.setattr(attention, name, Nothing())
     monkeypatch.setattr(walks, "paged_carry_kernel", Nothing())

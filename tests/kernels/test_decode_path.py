@@ -14,10 +14,10 @@ from torch import Tensor
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.forms.carried import CarriedPool, attend_carried
-from attnzoo.forms.carried_groups import GroupedPool
+from attnzoo.forms.caches.pages.page_table import PAGE
+from attnzoo.forms.caches.path_pages.groups import GroupedPool
+from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.pages import PAGE
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.decode import paged_path_step
 from attnzoo.kernels.decode.plan import override

@@ -14,7 +14,7 @@ import attnzoo.forms.additive
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.encodings.fox import FORMS
-from attnzoo.forms.cache import KVCache
+from attnzoo.forms.caches.state import KVCache
 from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums

@@ -11,12 +11,12 @@ from strategies import relative_error
 from torch import Tensor
 
 from attnzoo import build_attention
-from attnzoo.forms.fixed import MatrixMemory, Rows
+from attnzoo.forms.caches.inplace import MatrixMemory, Rows
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.fixed import FixedCache
+from attnzoo.layer.inplace import FixedCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.engine import Generator
+from attnzoo.models.generation.engine import Generator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 24

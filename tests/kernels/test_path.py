@@ -24,7 +24,8 @@ from torch import Tensor
 from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
 from attnzoo.kernels.fox import fox_attention
-from attnzoo.kernels.path import path_attention, plan
+from attnzoo.kernels.levels import plan
+from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
 

@@ -13,8 +13,8 @@ from path_definitions import needed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
-from attnzoo.kernels.path import head_groups, plan
-from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
+from attnzoo.kernels.levels import head_groups, plan
+from attnzoo.kernels.levels.layout import Carried, Leaves, Levels, levels_of
 from attnzoo.kernels.path.portable import backward, blocks_backward, carry, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)

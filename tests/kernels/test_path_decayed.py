@@ -16,8 +16,8 @@ from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.oracle import softmax
 from attnzoo.algebra.transitions import HeadGate, cut
 from attnzoo.algebra.triangular import rank_one_block
+from attnzoo.kernels.levels.layout import BLOCK, Leaves
 from attnzoo.kernels.path import path_attention
-from attnzoo.kernels.path.levels import BLOCK, Leaves
 from attnzoo.kernels.path.portable.decayed import decayed_level
 from attnzoo.kernels.path.portable.decayed_backward import decayed_backward
 from attnzoo.kernels.path.reference import path_reference

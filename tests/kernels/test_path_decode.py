@@ -12,7 +12,8 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
-from attnzoo.kernels.path import cache, carry_keys, path_extend, path_step
+from attnzoo.kernels.path import carry_keys, path_extend, path_step
+from attnzoo.kernels.path import decode as path_decode
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
@@ -100,7 +101,7 @@ def test_keys_are_carried_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
         return keys, *torch.autograd.grad(keys.sin().sum(), leaves)
 
     whole = both()
-    monkeypatch.setattr(cache, "SLAB", 128)
+    monkeypatch.setattr(path_decode, "SLAB", 128)
     for got, want in zip(both(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 

@@ -10,7 +10,8 @@ from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixtu
 
 from attnzoo import Forgetting, build_attention
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.path import head_groups, keeping, path_attention
+from attnzoo.kernels.levels import head_groups
+from attnzoo.kernels.path import kept_transitions, path_attention
 from attnzoo.kernels.path.portable import backward
 
 CASES = {
@@ -69,9 +70,9 @@ def test_places_overlap_only_where_carries_replace_the_second_piece_of_the_nodes
     monkeypatch.setattr(head_groups, "KEPT_BUDGET", 1)
     q = torch.randn(2, T, 4, 16, device=DEVICE).bfloat16()
     k, w = q[:, :, :2], q[:, :, :2].float()
-    buffer = torch.zeros(keeping.kept_bytes(q, k, w), dtype=torch.uint8, device=DEVICE)
+    buffer = torch.zeros(kept_transitions.kept_bytes(q, k, w), dtype=torch.uint8, device=DEVICE)
     end = 0
-    for _, made in keeping.places(buffer, q, k, w):
+    for _, made in kept_transitions.places(buffer, q, k, w):
         leaves = made.block
         for x in (*made.kept[:2], leaves.diag, leaves.q, leaves.k, made.kept.w, leaves.m[0], *made.levels):
             at = x.data_ptr() - buffer.data_ptr()
@@ -120,7 +121,7 @@ def test_size_is_what_is_said() -> None:
     """33 K bytes a token and key head in bf16 with K = 128, 34 K with 64."""
     for B, T, K, H in ((2, 16384, 64, 24), (2, 16384, 128, 16), (1, 16384, 128, 16)):
         q = torch.empty(B, T, H, K, dtype=torch.bfloat16, device="meta")
-        assert 32.9 * K <= keeping.kept_bytes(q, q, q.float()) / (B * T * H) <= 34 * K
+        assert 32.9 * K <= kept_transitions.kept_bytes(q, q, q.float()) / (B * T * H) <= 34 * K
 
 
 def test_only_a_gradient_keeps_anything(monkeypatch: pytest.MonkeyPatch) -> None:

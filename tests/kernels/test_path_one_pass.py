@@ -18,9 +18,9 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device as device_facts
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.path import plan
-from attnzoo.kernels.path.levels import levels_of
-from attnzoo.kernels.path.plan import HOPPER_BACKWARD
+from attnzoo.kernels.levels import plan
+from attnzoo.kernels.levels.layout import levels_of
+from attnzoo.kernels.levels.plan import HOPPER_BACKWARD
 
 gluon = pytest.mark.skipif(device_facts.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 M, N = HOPPER_BACKWARD.BT // 16, HOPPER_BACKWARD.num_warps // (HOPPER_BACKWARD.BT // 16)

@@ -16,7 +16,8 @@ from transforms import assert_only_auto_is_transformed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import checks
 from attnzoo.kernels.common.device import Machine, machine
-from attnzoo.kernels.path import path_attention, plan
+from attnzoo.kernels.levels import plan
+from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.path.reference import path_reference
 
 ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink", "log_diag")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.device import machine
-from attnzoo.kernels.path import levels as tr
-from attnzoo.kernels.path.plan import blocks_in_gluon
+from attnzoo.kernels.levels import layout as tr
+from attnzoo.kernels.levels.plan import blocks_in_gluon
 from attnzoo.kernels.path.portable import blocks, blocks_backward, carry, inverse
 from attnzoo.kernels.path.portable.tree import new_tree, node_gradients
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from attnzoo import Gate, KVCache, Prune, get, oracle
 from attnzoo.algebra.transitions import Product
 from attnzoo.encodings.turned import TurnedMemory, fold, turned
-from attnzoo.forms.fixed import Rows
+from attnzoo.forms.backends.fox_path import path_kernel
+from attnzoo.forms.caches.inplace import Rows
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.triton import path_kernel
 from attnzoo.kernels.path.reference import path_reference_lse
 from attnzoo.recurrences.complex_linear import Rotation, phases, rotate_all, rotate_rounded
 from attnzoo.recurrences.deltanet import Householder

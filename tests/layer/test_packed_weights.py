@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnzoo import get
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.engine import Generator
+from attnzoo.models.generation.engine import Generator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["mamba2", "gated_deltanet", "gla", "fox", "path_fox", "rope"]

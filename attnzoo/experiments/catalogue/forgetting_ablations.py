@@ -2,8 +2,8 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
-from attnzoo.experiments.forgetting import one_thing_changed, part_by_part
-from attnzoo.experiments.memory_probes import KeysHeld, WrongWithin
+from attnzoo.experiments.forgetting_arms import one_thing_changed, part_by_part
+from attnzoo.experiments.forgetting_probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
 NETWORK, WINDOW, LATER = "network", "window", "later use"

@@ -2,8 +2,8 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
-from attnzoo.experiments.forgetting import on_gpu, one_thing_changed, part_by_part, text_sizes
-from attnzoo.experiments.memory_probes import AddedLoss, KeysHeld
+from attnzoo.experiments.forgetting_arms import on_gpu, one_thing_changed, part_by_part, text_sizes
+from attnzoo.experiments.forgetting_probes import AddedLoss, KeysHeld
 from attnzoo.experiments.probes import Loss
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"

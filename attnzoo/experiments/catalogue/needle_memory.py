@@ -2,8 +2,8 @@
 
 from attnzoo.experiments.claims import AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
-from attnzoo.experiments.forgetting import RULES, network
-from attnzoo.experiments.memory_probes import KeysHeld, WrongWithin
+from attnzoo.experiments.forgetting_arms import RULES, network
+from attnzoo.experiments.forgetting_probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4 (retrieval on long dependencies)"
 NETWORK, WINDOW, FREELY, HELD = "network", "window", "wrong, forgotten by itself", "keys held by itself"

@@ -47,7 +47,7 @@ def evaluate(
 
     from attnzoo.experiments.evaluate import measures, saved, table
     from attnzoo.files import check_folder
-    from attnzoo.training.subject import device_named
+    from attnzoo.trained.model import device_named
 
     given = {field: value for field, value in common.items() if value not in (None, ())}
     device = device_named(device)

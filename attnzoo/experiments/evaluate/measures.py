@@ -38,11 +38,11 @@ from attnzoo.evaluation import (
     synthetic_needle,
     text_needle,
 )
-from attnzoo.experiments.evaluate.memory import MemoryCurves, measure_memory
-from attnzoo.training.answers import task_for
+from attnzoo.experiments.evaluate.answers import task_for
+from attnzoo.experiments.evaluate.forgetting import MemoryCurves, measure_memory
+from attnzoo.trained.model import Subject, held_out_text, load_subject
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
 from attnzoo.training.digests import MODEL, damage
-from attnzoo.training.subject import Subject, held_out_text, load_subject
 
 if TYPE_CHECKING:
     from attnzoo.evaluation.harness import HarnessScores

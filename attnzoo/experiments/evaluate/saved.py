@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
-from attnzoo.training.subject import Subject, fresh_subject, load_subject
+from attnzoo.trained.model import Subject, fresh_subject, load_subject
+from attnzoo.training.recipe import load_config
 
 FOLDER = "evaluations"  # in a run's folder
 

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from attnzoo.data.tasks import TASKS, is_task
 from attnzoo.errors import check_kinds, unknown
-from attnzoo.experiments.evaluate import lines, measures, memory, pictures
+from attnzoo.experiments.evaluate import forgetting, lines, measures, pictures
 from attnzoo.experiments.evaluate.measures import Common
-from attnzoo.training.subject import Subject
+from attnzoo.trained.model import Subject
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ EVALUATIONS: dict[str, Evaluation] = {
     "eps": Evaluation(measures.eps, ("length", "text"), lines.eps, pictures.eps),
     "context": Evaluation(measures.context, ("length", "text"), lines.context, pictures.context),
     "maps": Evaluation(measures.maps, ("text",), lines.maps, pictures.maps),
-    "memory": Evaluation(measures.memory, ("length", "text"), memory.lines, memory.picture, memory.page),
+    "memory": Evaluation(measures.memory, ("length", "text"), forgetting.lines, forgetting.picture, forgetting.page),
     "harness": Evaluation(measures.harness, ("length",), lines.harness, None),
 }
 

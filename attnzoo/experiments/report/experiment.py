@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Table
 
-from attnzoo.evaluation.memory import OF_NETWORKS
+from attnzoo.evaluation.forgetting import OF_NETWORKS
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
 from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of, rate_in_words

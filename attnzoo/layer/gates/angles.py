@@ -14,9 +14,9 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
 from attnzoo.layer.gates.decay import StepSize
 from attnzoo.layer.gates.matrix import rotary_angles
-from attnzoo.layer.parts import ShortConvolution, l2_normalize
-from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.modules import ShortConvolution, l2_normalize
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import GateLinear, fill, wide
 
 
 class SelectiveAngles(GateProjection):

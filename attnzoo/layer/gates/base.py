@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import PreciseModule
 
 INIT_STD = 0.02
 DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # w is k itself, and beta is the write strength as well

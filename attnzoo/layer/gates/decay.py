@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
-from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import GateLinear, fill, wide
 
 
 class ALiBiSlope(GateProjection):

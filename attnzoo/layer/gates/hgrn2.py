@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.sums import running_sum
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
-from attnzoo.layer.precision import PreciseModule, fill, wide
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import PreciseModule, fill, wide
 
 
 class BoundedForgetGate(GateProjection):

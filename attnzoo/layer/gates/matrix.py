@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
 from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
-from attnzoo.layer.parts import ShortConvolution, l2_normalize
-from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.modules import ShortConvolution, l2_normalize
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import GateLinear, fill, wide
 
 
 class LowRankDiagonal(GateProjection):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
 from attnzoo.kernels.decode.plan import MOST_ROWS
-from attnzoo.models.engine import Generator
-from attnzoo.models.proposals import Draft, from_model, look_up
+from attnzoo.models.generation.engine import Generator
+from attnzoo.models.generation.proposals import Draft, from_model, look_up
 
 LEAST = 64  # new tokens from which on it pays to record a graph, unless the engine is asked for
 TAKEN = {

@@ -18,7 +18,6 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import has_values, reads_values
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import RotaryAngles
-from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
@@ -27,6 +26,7 @@ from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, ru
 from attnzoo.models.hf.keywords import check_keywords
 from attnzoo.models.hf.positions import borders, check_borders, check_shape, follow
 from attnzoo.models.loss import IGNORED
+from attnzoo.precision import PreciseModule
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, hea
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.plan import Plan
-from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
+from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
+from attnzoo.kernels.decode.portable.path_pages import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import drop_pages
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
-from attnzoo.kernels.decode.portable.shares import FAR, Shares
 
 
 @triton.jit
@@ -58,7 +58,8 @@ def paged_split_kernel(
     """Normalised outputs [slots, R * T, V] float32 and their log2-sum-exp [slots, R * T] over one program's pages.
 
     Rows are the T tokens of each of the R query heads of a key head, BT of them a program. GROUP: the queries are those
-    that ``carried.py`` has walked to each group of so many pages, and so are the scores of the last group; 0: as given.
+    that ``path_pages.py`` has walked to each group of so many pages, and so are the scores of the last group; 0: as
+    given.
     """
     i_p, i_r = tl.program_id(0), tl.program_id(1)
     total = tl.load(p_ends + BG - 1).to(tl.int64)

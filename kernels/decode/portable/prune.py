@@ -17,9 +17,9 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
-from attnzoo.kernels.decode.portable.carried import carried_scores, new_tokens, open_start
+from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
+from attnzoo.kernels.decode.portable.path_pages import carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
-from attnzoo.kernels.decode.portable.shares import Shares, deal_pages
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.common.parts import Norm
 from attnzoo.kernels.decode.parts import Forget, Shift
 from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
-from attnzoo.kernels.decode.portable.shares import Shares, deal_pages
+from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, head_block, since_strides
-from attnzoo.kernels.path.levels import Leaves, Levels, Tiles, Wanted
-from attnzoo.kernels.path.plan import one_pass_tiles, pair_warps
+from attnzoo.kernels.levels.hopper.backward_kernel import path_bwd_hopper_kernel
+from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles, Wanted
+from attnzoo.kernels.levels.plan import one_pass_tiles, pair_warps
 
-from .backward_kernel import path_bwd_hopper_kernel
 from .pair import path_finish_kernel, path_pair_kernel
 
 

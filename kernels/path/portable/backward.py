@@ -25,10 +25,10 @@ from attnzoo.kernels.common.launching import (
 )
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
-from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
-from attnzoo.kernels.path.keeping import Made, places
-from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Tiles, Wanted, clear_tails
-from attnzoo.kernels.path.plan import pair_width
+from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
+from attnzoo.kernels.levels.layout import Carried, Kept, Leaves, Levels, Tiles, Wanted, clear_tails
+from attnzoo.kernels.levels.plan import pair_width
+from attnzoo.kernels.path.kept_transitions import Made, places
 
 from .blocks import block_level
 from .blocks_backward import block_level_backward

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_order import held_tile
-from attnzoo.kernels.path.levels import (
+from attnzoo.kernels.levels.layout import (
     BLOCK,
     EVERYTHING,
     UNIT,

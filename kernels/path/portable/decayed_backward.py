@@ -21,7 +21,7 @@ from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_g
 from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.path.levels import BLOCK, Leaves
+from attnzoo.kernels.levels.layout import BLOCK, Leaves
 
 from .blocks_backward import Gradients
 from .decayed import DecayedKept, apart, block_of, calm_groups, carried, decays, options, pairs_of

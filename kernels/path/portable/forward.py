@@ -29,10 +29,10 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
-from attnzoo.kernels.path.head_groups import HeadGroup, head_groups
-from attnzoo.kernels.path.keeping import Made, places
-from attnzoo.kernels.path.levels import Leaves, Levels, clear_tails
-from attnzoo.kernels.path.plan import pair_width
+from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
+from attnzoo.kernels.levels.layout import Leaves, Levels, clear_tails
+from attnzoo.kernels.levels.plan import pair_width
+from attnzoo.kernels.path.kept_transitions import Made, places
 
 from .blocks import block_level
 from .carry import carry
@@ -274,7 +274,7 @@ def attend_levels(
     """Fill o, lse and o_rest by the forward kernel of the plan, from the blocks (without m) and the levels."""
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if plan.forward == "hopper":
-        from attnzoo.kernels.path.hopper.forward import path_forward_hopper
+        from attnzoo.kernels.levels.hopper.forward import path_forward_hopper
 
         path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, sink, o_rest)
         return

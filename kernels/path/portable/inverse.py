@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.common.launching import cdiv, head_block
-from attnzoo.kernels.path.levels import BLOCK, Kept
+from attnzoo.kernels.levels.layout import BLOCK, Kept
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
 LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {

@@ -22,8 +22,8 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.levels import Leaves
+from attnzoo.kernels.levels.head_groups import head_groups
+from attnzoo.kernels.levels.layout import Leaves
 
 from .blocks import block_level
 

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.path.levels import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
+from attnzoo.kernels.levels.layout import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
 
 from .inverse import _tile_scale, launch, tree_block
 

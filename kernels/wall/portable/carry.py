@@ -2,7 +2,7 @@ r"""Kernels that carry queries and keys by the channels' decays, so that every s
 
 The score of row t and key j is :math:`\sum_c q_{tc} k_{jc} \exp(a_{j+1,c} + \cdots + a_{tc})`. Cut the sum anywhere
 between them: the query takes the decay from the cut to t, the key the decay from j to the cut. Both are at most 1,
-whatever the gates are. The cuts are those of PaTH's tree (``path/levels.py``), where each of them serves a whole
+whatever the gates are. The cuts are those of PaTH's tree (``levels/layout.py``), where each of them serves a whole
 range of rows and a whole range of keys; there the carries are products of matrices, here they are elementwise, and
 each is made from q or k in one step. Below the leaves the tree goes on: two tokens of a block of 64 meet in groups of
 32, 16, ..., 1 tokens, each size with one product.
@@ -20,7 +20,7 @@ from torch import Tensor
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count, level_rows
+from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, level_rows
 from attnzoo.kernels.path.portable.inverse import tree_block
 from attnzoo.kernels.wall.plan import launch
 
@@ -112,7 +112,7 @@ def carry(q: Tensor, k: Tensor, log_diag: Tensor) -> tuple[Leaves, Levels]:
         q, log_diag: [B, T, H, K], k: [B, T, G, K]; views with contiguous last dims.
 
     Returns:
-        As ``path/levels.py`` has them, for H key heads; m holds the log2 gates of each block added up,
+        As ``levels/layout.py`` has them, for H key heads; m holds the log2 gates of each block added up,
         [B, nC, H, K] float32.
     """
     (B, T, H, K), G = q.shape, k.shape[2]

@@ -1,0 +1,304 @@
+"""A cache that gives up single keys: those that a forget network has done with, or that a budget has no room for.
+
+Each key head of each sequence holds its own keys, in slots without an order. A key that goes is replaced by the last
+one ("One-Pass Forgetting", section 3: swap-delete), so that the slots in use stay the first ones; when few are in use
+the tensors shrink, by pages of 64 slots. What is gone does not come back.
+
+Within a budget in bytes all heads of a sequence share their slots, and each slot says whose it is: memory is then what
+the budget says, however unequal the heads' keys are in number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import QueryBounds, negligible
+from attnzoo.forgetting.rules import Forgetting
+from attnzoo.forgetting.student import Retention
+from attnzoo.forms.caches.device_memory import size_of
+from attnzoo.forms.caches.pages.page_table import PAGE
+from attnzoo.forms.caches.state import check_rows, whole
+
+GONE = -1.0  # the retention of a key that must go, whatever the network says
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """By what keys are given up.
+
+    Args:
+        options: of the layer that forgets.
+        tokens: keys that each head may hold; None for as many as it wants.
+        bytes: keys and values that all heads of a sequence may hold together; None likewise. The heads compete, and
+            share their slots.
+        log_eps: besides, keys go of which later rows can lose no more than this weight, as a logarithm; None: none do.
+        bounds: of the rows to come, for that.
+        window: of the layer, or None.
+    """
+
+    options: Forgetting
+    tokens: int | None = None
+    bytes: int | None = None
+    log_eps: float | None = None
+    bounds: QueryBounds | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The forget network in pieces, so that a step asks it of the keys that are left alone.
+
+    Args:
+        keys: ``(k [B, T, G, K], v [B, T, G, V]) -> [B, G, T, X]``, what it remembers of each key.
+        rows: ``q [B, T, H, K] -> [B, G, T, X]``, what it sees of each query.
+        join: ``(keys [B, G, n, X], rows [B, G, R, X]) -> Retention``.
+    """
+
+    keys: Callable[[Tensor, Tensor], Tensor]
+    rows: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor, Tensor], Retention]
+
+
+@dataclass(frozen=True, eq=False)
+class ForgettingCache:
+    """What a layer that forgets remembers. A call leaves it as it is, and gives a new one.
+
+    Args:
+        slots: by name, ``[B, G, N, ...]``; of each head the first ``live`` slots are in use. ``k`` ``[.., r, K]``
+            (r > 1 where transitions differ by query head) and ``v`` ``[.., V]``; ``network``, what the forget network
+            remembers of the key; ``position``, its number in its sequence; ``kept``, its least retention so far;
+            ``attention``, the running mean of the attention to it. Where the variant decays, for the R = H / G query
+            heads: ``c`` and ``closed``, the running sum of the open gates and count of the closed ones up to the key,
+            ``tail``, ``log n_b - c_b`` there (:mod:`attnzoo.algebra.pruning`), and ``longest``, the length of the
+            longest key until then. Where slots are not in order (:mod:`attnzoo.forgetting.inplace`), ``held`` says
+            which are in use, and ``live`` nothing. Where heads share slots, all are ``[B, S, 1, ...]``, as if each slot
+            were a head with one key, and ``head`` says which head it is of.
+        live: slots in use by each head, ``[B, G]`` int64.
+        seen: tokens of each sequence so far, ``[B]`` int64.
+        policy: by what keys go.
+        tokens: how many tokens it has seen, padding included.
+        sums: after the last token, ``[B, G, R]``: ``c``, ``closed`` and ``tail``; ``longest`` ``[B, G]``.
+        phase, angle: as in :class:`attnzoo.KVCache`.
+    """
+
+    slots: dict[str, Tensor]
+    live: Tensor
+    seen: Tensor
+    policy: Policy
+    tokens: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    phase: Tensor | None = None
+    angle: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def bytes(self) -> int:
+        """Memory of all tensors."""
+        return sum(size_of(x) for x in (*self.slots.values(), *self.sums.values(), self.live, self.seen))
+
+    def reorder(self, index: Tensor) -> ForgettingCache:
+        """The rows ``index`` of the batch, in that order; see :func:`~attnzoo.forms.caches.state.check_rows`."""
+        check_rows(index, self.seen)
+        shared = self.phase is None or self.phase.shape[0] != len(self.seen)
+        slots, sums = ({name: x[index] for name, x in part.items()} for part in (self.slots, self.sums))
+        phase = self.phase if shared or self.phase is None else self.phase[index]
+        return replace(self, slots=slots, live=self.live[index], seen=self.seen[index], sums=sums, phase=phase)
+
+    def crop(self, tokens: int) -> ForgettingCache:
+        """The cache after the first ``tokens`` tokens, which only the whole one still is.
+
+        Raises:
+            ValueError: any other number: what earlier rows saw may be gone.
+        """
+        whole(tokens)
+        if tokens != self.tokens:
+            raise ValueError(f"tokens: expected all {self.tokens} (forgotten keys are gone), got {tokens}")
+        return self
+
+    def detach(self) -> ForgettingCache:
+        """Itself: it has no history of gradients."""
+        return self
+
+    def to(self, device: torch.device | str) -> ForgettingCache:
+        """The same on another device; dtypes stay."""
+        slots, sums = ({name: x.to(device) for name, x in part.items()} for part in (self.slots, self.sums))
+        phase, angle = (None if x is None else x.to(device) for x in (self.phase, self.angle))
+        live, seen = self.live.to(device), self.seen.to(device)
+        return replace(self, slots=slots, sums=sums, live=live, seen=seen, phase=phase, angle=angle)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all heads of a sequence share its slots."""
+        return "head" in self.slots
+
+    def by_slot(self, x: Tensor) -> Tensor:
+        """What heads have, ``[B, G, ...]``, as slots are laid out: ``[B, S, ...]`` where these are shared."""
+        return x[torch.arange(len(x), device=x.device)[:, None], self.slots["head"][:, :, 0]] if self.shared else x
+
+    def by_head(self, which: Tensor) -> Tensor:
+        """How many such slots ``[B, G, N]`` each head has, ``[B, G]``."""
+        if not self.shared:
+            return which.sum(-1)
+        return torch.zeros_like(self.live).scatter_add_(1, self.slots["head"][:, :, 0], which[:, :, 0].long())
+
+    def in_use(self) -> Tensor:
+        """Which slots hold a key, ``[B, G, N]`` bool."""
+        if "held" in self.slots:
+            return self.slots["held"]
+        number = torch.arange(self.size, device=self.live.device)
+        return (number < self.live.sum(1, keepdim=True))[..., None] if self.shared else number < self.live[..., None]
+
+    @property
+    def size(self) -> int:
+        """Slots of a head, or of a sequence where its heads share them."""
+        return self.slots["kept"].shape[1 if self.shared else 2]
+
+    def in_budget(self) -> int:
+        """Keys of a sequence that a budget in bytes has room for."""
+        assert self.policy.bytes is not None
+        each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
+        return self.policy.bytes // each
+
+    def most(self) -> int | None:
+        """Slots that a head can need, or a sequence whose heads share them: those of its budget, and for new keys."""
+        G, options = self.live.shape[1], self.policy.options
+        if self.shared:
+            return max(self.in_budget(), G * options.window) + G
+        return None if self.policy.tokens is None else max(self.policy.tokens, options.window) + 1
+
+    def free(self) -> Tensor:
+        """A free slot for each head, ``[B, G]``."""
+        number = torch.arange(self.live.shape[1], device=self.live.device)
+        if "held" in self.slots:
+            held = self.slots["held"].int()
+            return held[:, :, 0].argsort(dim=1, stable=True)[:, : len(number)] if self.shared else held.argmin(-1)
+        return self.live.sum(1, keepdim=True) + number if self.shared else self.live
+
+    def with_room(self) -> ForgettingCache:
+        """A copy with free slots for one more key of each head."""
+        axis, slots = 1 if self.shared else 2, {}
+        needed = int((self.live + 1).sum(1).max() if self.shared else self.live.max() + 1)
+        size = self.size if needed <= self.size else _within(self.most(), needed, -(-needed // PAGE) * PAGE)
+        for name, x in self.slots.items():
+            more = x.new_zeros(*x.shape[:axis], size - self.size, *x.shape[axis + 1 :])
+            slots[name] = torch.cat([x, more], axis)
+        return replace(self, slots=slots)
+
+    def age(self) -> Tensor:
+        """Tokens from each key to the last one, ``[B, G, N]``."""
+        return self.seen[:, None, None] - 1 - self.slots["position"]
+
+    def over_budget(self) -> Tensor:
+        """Which keys a budget has no room for: of those that rows to come may see, those of the least retention, but
+        for the last ``window`` tokens."""
+        kept, policy = self.slots["kept"], self.policy
+        held = self.in_use() & ~self.done_with()
+        safe = held & (self.age() < policy.options.window)
+        score = torch.where(held, kept, GONE).masked_fill(safe, 2.0)
+        gone = torch.zeros_like(held)
+        position = self.slots["position"]
+        if policy.tokens is not None:
+            gone = gone | (_rank(score, position) >= policy.tokens)
+        if policy.bytes is not None:
+            gone = gone | (_rank(score.flatten(1), position.flatten(1)).view_as(score) >= self.in_budget())
+        return gone & held & ~safe
+
+    def within_budget(self) -> ForgettingCache:
+        """The same with those keys marked that must go by the budget."""
+        if self.policy.tokens is None and self.policy.bytes is None:
+            return self
+        kept = self.slots["kept"].masked_fill(self.over_budget(), GONE)
+        return replace(self, slots={**self.slots, "kept": kept})
+
+    def done_with(self) -> Tensor:
+        """Which keys no row to come sees, or may need, ``[B, G, N]`` bool."""
+        slots, policy = self.slots, self.policy
+        gone = slots["kept"] < policy.options.threshold
+        if policy.window is not None:
+            gone = gone | (self.age() >= policy.window - 1)
+        if "c" in slots:
+            gone = gone | (slots["closed"] != self.by_slot(self.sums["closed"])[:, :, None]).all(-1)
+            if policy.log_eps is not None and policy.bounds is not None:
+                tails, total = slots["tail"].movedim(-1, 2).flatten(1, 2), self.by_slot(self.sums["c"]).flatten(1)
+                longest = slots["longest"].repeat_interleave(total.shape[1] // gone.shape[1], 1)
+                found = negligible(longest, tails, total, policy.log_eps, self._bounds(policy.bounds))
+                gone = gone | found.unflatten(1, (gone.shape[1], -1)).all(2)
+        return gone
+
+    def _bounds(self, bounds: QueryBounds) -> QueryBounds:
+        """Those of the query heads of each slot."""
+        (B, G), R = self.live.shape, self.sums["c"].shape[2]
+
+        def of_slots(x: Tensor) -> Tensor:
+            return self.by_slot(x.expand(B, G * R).unflatten(1, (G, R))).flatten(1)
+
+        score = None if bounds.score is None else of_slots(bounds.score)
+        return replace(bounds, query=of_slots(bounds.query), own=of_slots(bounds.own), score=score)
+
+    def settled(self) -> ForgettingCache:
+        """The same without the keys that no row to come sees."""
+        gone = self.done_with() & self.in_use()
+        if not bool(gone.any()):
+            return self
+        if self.shared:
+            stays, live = self.in_use() & ~gone, self.live - self.by_head(gone)
+            used = int(live.sum(1).max())
+            slots = first_ones(self.slots, stays, _within(self.most(), used, _shrunk(used, self.size)))
+        else:
+            slots, live = swap_delete(self.slots, self.live, gone, self.most())
+        return replace(self, slots=slots, live=live)
+
+
+def _rank(score: Tensor, position: Tensor) -> Tensor:
+    """How many entries of the last axis come before each when the largest is first, and of equal ones the latest."""
+    late = position.argsort(dim=-1, descending=True, stable=True)
+    order = late.gather(-1, score.gather(-1, late).argsort(dim=-1, descending=True, stable=True))
+    number = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, number)
+
+
+def swap_delete(
+    slots: dict[str, Tensor], live: Tensor, gone: Tensor, most: int | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Put the last keys that stay in the place of those that go; shrink where more than half of the pages is free.
+
+    Args:
+        slots: ``[B, G, N, ...]``.
+        live: slots in use, ``[B, G]``.
+        gone: which of them go, ``[B, G, N]``.
+        most: slots of a head at most, if those that stay are not more.
+    """
+    number = torch.arange(gone.shape[2], device=live.device)
+    left = live - gone.sum(-1)
+    stays = (number < live[..., None]) & ~gone
+    holes = (gone & (number < left[..., None])).nonzero(as_tuple=True)  # as many of each head as it has late ones
+    late = (stays & (number >= left[..., None])).nonzero(as_tuple=True)
+    size, moved = _within(most, int(left.max()), _shrunk(int(left.max()), gone.shape[2])), {}
+    for name, x in slots.items():
+        x = x.clone()
+        x[holes] = x[late]
+        moved[name] = x[:, :, :size].clone() if size < x.shape[2] else x
+    return moved, left
+
+
+def _shrunk(used: int, size: int) -> int:
+    """Slots in whole pages where more than half of the pages would be free, else as many as there are."""
+    pages = max(1, -(-used // PAGE))
+    return pages * PAGE if 2 * pages * PAGE <= size else size
+
+
+def _within(most: int | None, used: int, size: int) -> int:
+    """So many slots, but no more than ``most`` or, within a call, after which a budget cuts, than are used."""
+    return size if most is None else min(size, max(most, used))
+
+
+def first_ones(slots: dict[str, Tensor], stay: Tensor, size: int) -> dict[str, Tensor]:
+    """Of shared slots ``[B, S, 1, ...]`` those that ``stay [B, S, 1]``, in their order; then others, up to ``size``."""
+    order = stay[:, :, 0].int().argsort(dim=1, descending=True, stable=True)[:, :size]
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return {name: x[rows, order] for name, x in slots.items()}

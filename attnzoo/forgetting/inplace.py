@@ -1,0 +1,186 @@
+"""The keys of several sequences in layers that forget, changed in place by steps of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import QueryBounds
+from attnzoo.forgetting.cache import ForgettingCache, Network
+from attnzoo.forgetting.steps import take_token
+from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.forms.caches.inplace import Extend, Memory, Rows, tokens_of
+from attnzoo.forms.caches.pages.page_table import PAGE, resized
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.kernels.common.untraced import untraced
+
+AHEAD = 16  # steps at least between two looks at how many slots are in use
+
+
+@dataclass(eq=False)
+class ForgettingMemory(Memory):
+    """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
+
+    A step reads all slots, and never waits for the device. With a budget there are as many as it allows, for each head
+    where it is in tokens, for all heads of a sequence together where it is in bytes;
+    else the host looks now and then how many are in use, and makes more, or fewer. Several tokens come one after the
+    other: into a copy of the slots, and when it is known which stay, into the slots.
+
+    Args:
+        forms: of the variant.
+        network: of the layer.
+        rows: see :class:`~attnzoo.forms.caches.inplace.Rows`.
+        cache: whose tensors are changed; its slots have no order.
+        most: slots that any head can need, or any sequence where its heads share them.
+        used: at least the slots that any head has in use.
+        last: the step of several tokens that :meth:`keep` ends.
+    """
+
+    forms: SoftmaxForms
+    network: Network
+    rows: Rows
+    cache: ForgettingCache
+    most: int
+    used: int = 0
+    last: Call | None = None
+
+    @staticmethod
+    def like(
+        state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str, forms: SoftmaxForms,
+        network: Network,
+    ) -> ForgettingMemory:  # fmt: skip
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+        B, policy = len(rows.lengths), state.policy
+        if policy.bounds is not None:
+            policy = replace(policy, bounds=policy.bounds.clone())
+
+        def zeros(x: Tensor, *shape: int) -> Tensor:
+            return torch.zeros(B, *shape, dtype=x.dtype, device=device)
+
+        G = state.live.shape[1]
+        within, longest = state.most(), G * tokens if state.shared else tokens
+        most = longest if within is None else min(longest, within)
+        shape = (most, 1) if state.shared else (G, min(most, PAGE) if within is None else most)
+        slots = {name: zeros(x, *shape, *x.shape[3:]) for name, x in state.slots.items()}
+        slots["held"] = torch.zeros(B, *shape, dtype=torch.bool, device=device)
+        sums = {name: zeros(x, *x.shape[1:]) for name, x in state.sums.items()}
+        phase = None if state.phase is None else zeros(state.phase, *state.phase.shape[1:])
+        cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
+        return ForgettingMemory(forms, network, rows, cache, most)
+
+    @untraced  # it changes the slots where they stand
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        active = self.rows.active != 0
+        if self.rows.tokens == 1:
+            return self._take(self.cache, call, active)
+        self.last = call = replace(call, gate=call.gate.per_token(call.q))
+        slots, sums = ({name: x.clone() for name, x in part.items()} for part in (self.cache.slots, self.cache.sums))
+        phase = None if self.cache.phase is None else self.cache.phase.clone()
+        trial = replace(self.cache, slots=slots, sums=sums, phase=phase)
+        rows, before = [], self.rows.length
+        for t, one in enumerate(tokens_of(call)):
+            rows.append(self._take(replace(trial, seen=before + t), one, active))
+        return torch.cat(rows, 1)
+
+    def _take(self, cache: ForgettingCache, call: Call, there: Tensor) -> Tensor:
+        """One token of the sequences ``there [B]``, which changes the tensors of ``cache``; its output."""
+        slots, given = cache.slots, replace(SoftmaxOptions(**call.options), valid=there[:, None])
+        slots["held"] &= ~cache.done_with()
+        o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given)
+        after = after.within_budget()
+        for mine, new in ((slots, after.slots), (cache.sums, after.sums)):
+            for name, x in mine.items():
+                if new[name] is not x:
+                    x.copy_(new[name])
+        if cache.phase is not None and after.phase is not None:
+            cache.phase.copy_(after.phase)
+        return o
+
+    def admit(self, row: int, state: ForgettingCache, tokens: int) -> None:
+        state, slots = replace(state, policy=self.cache.policy).within_budget().settled(), self.cache.slots
+        n = int(state.live.sum() if state.shared else state.live.max())
+        self.used = max(self.used, n)
+        if n >= self.cache.size and not state.shared:
+            self._resize(n)
+        self.clear(row)
+        for name, x in {**state.slots, "held": state.in_use()}.items():
+            first = (row, slice(n)) if state.shared else (row, slice(None), slice(n))
+            slots[name][first] = x[(0, *first[1:])]
+        for name, x in state.sums.items():
+            self.cache.sums[name][row] = x[0]
+        if self.cache.phase is not None and state.phase is not None:
+            self.cache.phase[row] = state.phase[0]
+
+    @torch.no_grad()
+    def keep(self, kept: Tensor) -> None:
+        assert self.last is not None
+        call, self.last = self.last, None
+        for t, one in enumerate(tokens_of(call)):
+            seen = self.rows.length + kept.clamp(max=t)
+            self._take(replace(self.cache, seen=seen), one, kept > t)
+
+    def renew(self, bounds: QueryBounds) -> None:
+        if self.cache.policy.bounds is not None:
+            self.cache.policy.bounds.copy_(bounds)
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        N = self.cache.size
+        self.used += self.rows.tokens
+        if self.most <= N or self.used <= N:
+            return False
+        used = int(self._held().sum(-1).max())
+        size = self._room_for(used)
+        self.used = used + self.rows.tokens
+        if used + AHEAD <= N < 2 * size:
+            return False
+        self._resize(used)
+        return True
+
+    def _room_for(self, used: int) -> int:
+        return min(self.most, -(-(used + AHEAD) // PAGE) * PAGE)
+
+    def _resize(self, used: int) -> None:
+        """Room for some more keys than the ``used`` ones of any head, which come first.
+
+        Raises:
+            MemoryError: it would fill the memory. Nothing has changed then.
+        """
+        slots, size = self.cache.slots, self._room_for(used)
+        needed = sum(size_of(x) // x.shape[2] * size for x in slots.values())
+        check_room(needed, self.rows.length.device, f"slots for {size} keys of each head that forgets")
+        slots["held"].copy_(self._held())
+        order = slots["held"].int().argsort(dim=-1, descending=True, stable=True)[..., :size]
+        for name, x in slots.items():
+            index = order.view(*order.shape, *(1,) * (x.ndim - 3)).expand(*order.shape, *x.shape[3:])
+            slots[name] = resized(x.gather(2, index), 2, size)
+
+    def _held(self) -> Tensor:
+        """Which slots hold a key that a row to come may see, ``[B, G, N]``."""
+        return self.cache.slots["held"] & ~self.cache.done_with()
+
+    def clear(self, row: int) -> None:
+        self.cache.slots["held"][row] = False
+
+    def kept(self, row: int) -> list[int]:
+        return self.cache.by_head(self._held())[row].tolist()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.cache.slots.values()
+        yield from self.cache.sums.values()
+        if self.cache.phase is not None:
+            yield self.cache.phase
+
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        slots = self.cache.slots
+        copies = slots["k"].numel() + slots["v"].numel()  # to compute with
+        if self.cache.shared:
+            # of each slot the queries of its head and their products with the key, and all heads' logits
+            per_head = heads // self.cache.live.shape[1]
+            copies += slots["held"].numel() * (2 * per_head * slots["k"].shape[-1] + 3 * heads)
+        copies *= max(4, slots["v"].itemsize)
+        return copies if tokens == 1 else copies + sum(size_of(x) for x in slots.values())

@@ -1,0 +1,350 @@
+r"""One-Pass Forgetting: a retention per key and time, learnt from the model's own later attention; its definitions.
+
+For any softmax variant with logits :math:`a_{tj}` and weights :math:`\alpha_{tj}` (the *teacher*), row t sees key j the
+more faintly the lower a retention :math:`r_{tj} \in [0, 1]` is (the *student*):
+
+.. math:: \tilde a_{tj} = a_{tj} + B_{tj}, \qquad B_{tj} = \log \sigma(\tau (\min_{j \le i \le t} r_{ij} - \tau_0))
+
+A network finds r from what is known at t. It learns from the contributions
+:math:`s_{tj} = |\alpha_{tj} v_j|^2 / |y_t|^2` that the teacher's later rows turn out to need.
+
+Source: "One-Pass Forgetting: Layer-Wise Self-Distillation for Learned Memory Compression in Transformers", whose
+sections are named below. The functions here are dense and follow each definition literally, for tests and for reading;
+:mod:`attnzoo.forgetting.student` computes the same with memory O(T). Retention belongs to key/value heads, since that
+is what a cache can drop. Shapes: a ``[B, H, T, T]``, s, S, r ``[B, G, T, T]``, both with rows first; ``exists``
+``[T, T]`` or ``[B, 1, T, T]`` bool says which rows see which keys at all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, reduce
+from torch import Tensor
+
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.errors import check_kinds, unknown
+
+NETWORKS = ("key", "pair", "attention", "decay")
+POOLS = ("power", "softmax", "max")
+NORMALIZERS = ("mean", "max")
+DIVERGENCES = ("bernoulli", "mse")
+DEEPEST = 60.0  # a weight of exp(-60) still has company above the smallest numbers of float32
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """How a softmax layer learns which keys it may forget: ``build_attention("nope", forgetting=Forgetting())``.
+
+    Args:
+        network: what retention is a function of. ``"key"``: the key and value themselves and their age, falling with
+            it; no features of T x T pairs, so that it scales. ``"pair"``: an MLP on every (query, key), as the paper
+            writes it (section 2.2). ``"attention"``: the same features, with a small dot product of the query and
+            the key in place of the hidden layer (its "attention-lite module"). ``"decay"``: a rate of decay per key,
+            ``r = exp(-rate age)``, as TRIM-KV has it (Bui et al., "Cache What Lasts", 2025), for comparison.
+        width: hidden channels of the network.
+        window: the last tokens, the row itself among them, that are always remembered (section 3's remember window; in
+            training too, since a cache that protects them must be trained as one).
+        threshold: tau_0, the retention at which a key is half forgotten, in (0, 1).
+        temperature: tau, how sharply, above 0, where no schedule of a training run says it.
+        limit: B_max: no bias is below minus this, in (0, 60].
+        blend: lambda, the student's share of the output, in [0, 1], where no schedule says it.
+        monotone: nothing is remembered again once it was forgotten (the running minimum). False is for comparison: rows
+            of a layer in evaluation then see what earlier ones had forgotten, and caches refuse it.
+        memory: how much of the running mean of past attention to a key remains after a token, in [0, 1); networks of
+            pairs read it, others refuse another one than the default.
+        pool: how the contributions of later rows become one utility, see :func:`future_utility`.
+        discount: gamma, per row of distance, in (0, 1].
+        normalize: how a utility becomes a number in [0, 1], see :func:`target_retention`.
+        divergence: between that and the retention, see :func:`divergence`.
+        budget: B_t, what a row may remember: a share of its tokens below 1, or a number of tokens from 1 on.
+        learned_budget: the key heads of a layer divide ``budget`` among themselves as they learn to.
+
+    Raises:
+        ValueError: a number out of range or an unknown word.
+    """
+
+    network: str = "key"
+    width: int = 32
+    window: int = 16
+    threshold: float = 0.5
+    temperature: float = 64.0
+    limit: float = 30.0
+    blend: float = 1.0
+    monotone: bool = True
+    memory: float = 0.9
+    pool: str = "power"
+    discount: float = 1.0
+    normalize: str = "mean"
+    divergence: str = "bernoulli"
+    budget: float = 0.5
+    learned_budget: bool = False
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), Forgetting.__annotations__)
+        for name, words in (
+            ("network", NETWORKS), ("pool", POOLS), ("normalize", NORMALIZERS), ("divergence", DIVERGENCES)
+        ):  # fmt: skip
+            if getattr(self, name) not in words:
+                raise unknown(f"forgetting.{name}", getattr(self, name), words)
+        for name, fits, expected in (
+            ("width", self.width >= 1, "at least 1"),
+            ("window", self.window >= 1, "at least 1 (the row itself)"),
+            ("threshold", 0 < self.threshold < 1, "a number in (0, 1)"),
+            ("temperature", 0 < self.temperature < float("inf"), "a number above 0"),
+            ("limit", 0 < self.limit <= DEEPEST, f"a number in (0, {DEEPEST:g}]"),
+            ("blend", 0 <= self.blend <= 1, "a number in [0, 1]"),
+            ("memory", 0 <= self.memory < 1, "a number in [0, 1)"),
+            ("discount", 0 < self.discount <= 1, "a number in (0, 1]"),
+            ("budget", self.budget > 0, "a share or a number of tokens above 0"),
+        ):
+            if not fits:
+                raise ValueError(f"forgetting.{name}: expected {expected}, got {getattr(self, name)!r}")
+        if self.memory != Forgetting.memory and not self.of_pairs:
+            what = f"{Forgetting.memory} with network={self.network!r} ('pair' and 'attention' read it)"
+            raise ValueError(f"forgetting.memory: expected {what}, got {self.memory!r}")
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the network looks at (query, key) pairs."""
+        return self.network in ("pair", "attention")
+
+    def capacity(self, tokens: Tensor) -> Tensor:
+        """B_t of rows that have so many tokens to remember, the budget counted in tokens or as a share."""
+        return tokens * self.budget if self.budget < 1 else tokens.clamp(max=self.budget)
+
+
+def room(budget: int | str | None) -> tuple[int | None, int | None]:
+    """What a cache may hold, from what a user writes: a number of tokens for each key head, or a text such as "96 KiB"
+    for the keys and values of all heads of a layer and sequence together. Gives the number of tokens and that of bytes.
+
+    Raises:
+        ValueError: neither.
+    """
+    if budget is None:
+        return None, None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
+        return budget, None
+    found = re.fullmatch(r"\s*(\d+)\s*(B|KiB|MiB|GiB)\s*", budget) if isinstance(budget, str) else None
+    if found is None or not int(found[1]):
+        raise ValueError(f"budget: expected a number of tokens or a text such as '96 KiB', got {budget!r}")
+    return None, int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
+
+
+def contributions(weights: Tensor, v: Tensor) -> Tensor:
+    r"""Section 2.1: :math:`s_{tj} = |u_{tj}|^2 / |y_t|^2`, with :math:`u_{tj} = \alpha_{tj} v_j` and y their sum.
+
+    The text writes a ratio of two vectors. The ratio of their lengths is the reading that does not depend on the basis
+    of the values and is finite where one channel of y is 0. Over the query heads that share a key, u and y are
+    concatenated: one key serves them all.
+
+    Args:
+        weights: alpha ``[B, H, T, T]``.
+        v: ``[B, T, G, V]``.
+
+    Returns:
+        ``[B, G, T, T]``, >= 0; above 1 where values cancel.
+    """
+    G, H = v.shape[2], weights.shape[1]
+    values = rearrange(expand_heads(v, H), "b j h v -> b h 1 j v")
+    u = weights[..., None] * values
+    squared = u.square().sum(-1), u.sum(3).square().sum(-1)
+    up, low = (reduce(x, "b (g r) ... -> b g ...", "sum", g=G) for x in squared)
+    return up / least(low)[..., None]
+
+
+def least(x: Tensor) -> Tensor:
+    """x >= 0, away from 0, so that it may be divided by and has a logarithm."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def future_utility(s: Tensor, exists: Tensor, options: Forgetting, temperature: float) -> Tensor:
+    r"""Section 2.1: :math:`S_{tj}`, the contributions :math:`x_i = \gamma^{i-t} s_{ij}` of the rows i >= t, pooled.
+
+    ``"softmax"`` is :math:`\sum_i w_i x_i` with :math:`w = \mathrm{softmax}(\tau x)`, the plain reading of the text's
+    *softmaxpool*; ``"max"`` is the largest. Where attention is spread, contributions are about :math:`1 / T^2`
+    (:math:`1 / T` if the values are independent), and the former is nearly a plain mean for :math:`\tau` far below T.
+    ``"power"``, the default, has :math:`w = \mathrm{softmax}(\tau \log x)`: a temperature that means the same at every
+    length.
+
+    Args:
+        s: ``[B, G, T, T]``.
+
+    Returns:
+        ``[B, G, T, T]``, between the mean and the largest of the discounted contributions; 0 where no row sees the key.
+    """
+    T, pooled = s.shape[-1], torch.zeros_like(s)
+    exists = exists.expand(s.shape)
+    for t in range(T):
+        age = torch.arange(T - t, dtype=s.dtype, device=s.device)[:, None]
+        x = options.discount**age * s[..., t:, :]  # [B, G, T - t, T]
+        if options.pool == "max":
+            pooled[..., t, :] = x.masked_fill(~exists[..., t:, :], 0.0).amax(-2)
+            continue
+        logits = temperature * (least(x).log() if options.pool == "power" else x)
+        w = logits.masked_fill(~exists[..., t:, :], -torch.inf).softmax(-2)
+        pooled[..., t, :] = (w * x).sum(-2)
+    return pooled.nan_to_num(0.0).masked_fill(~exists, 0.0)
+
+
+def target_retention(utility: Tensor, exists: Tensor, normalize: str) -> Tensor:
+    """Section 2.4's "normalized future utilities", ``[B, G, T, T]`` in [0, 1].
+
+    ``"mean"``: ``S / (S + mean of the row's S)``, 1/2 for a key as useful as the average one that the row sees;
+    ``"max"``: ``S / max``. Both leave the order of a row's keys and do not depend on the unit of S, which the text
+    leaves open (a sum would make a row's retentions compete, and their number a constant 1 whatever the budget is).
+    """
+    utility = utility.masked_fill(~exists, 0.0)
+    if normalize == "max":
+        return utility / least(utility.amax(-1, keepdim=True))
+    mean = utility.sum(-1, keepdim=True) / exists.sum(-1, keepdim=True).clamp(min=1)
+    return utility / least(utility + mean)
+
+
+def squashed(logits: Tensor) -> Tensor:
+    """Section 2.2's attention logits, as a feature in (-1, 1) that is fine around 0: ``a / (8 + |a|)``."""
+    a = logits.clamp(min=-1e4)
+    return a / (8 + a.abs())
+
+
+def shares(logits: Tensor, heads: int) -> Tensor:
+    r"""Section 2.2's attention to a key, as a feature: :math:`\sigma(a_{tj} - a_{tt})`, mean over the group's heads.
+
+    A row's weight on j beside that on itself alone. The weight among all keys would depend on those that a cache has
+    given up by then; this is the same number in training and with any cache.
+
+    Args:
+        logits: ``[B, H, T, T]``.
+        heads: G.
+
+    Returns:
+        ``[B, G, T, T]``, 1/2 on the diagonal.
+    """
+    own = logits.diagonal(dim1=-2, dim2=-1)[..., None]
+    return reduce((logits - own).sigmoid(), "b (g r) t j -> b g t j", "mean", g=heads)
+
+
+def running_mean(shares: Tensor, memory: float) -> Tensor:
+    """Section 2.2's EMA of past attention to j, of :func:`shares` x: ``m_jj = x_jj``, and then
+    ``m_tj = memory m_{t-1,j} + (1 - memory) x_tj``; 0 above the diagonal."""
+    rows = [torch.zeros_like(shares[..., 0, :])]
+    first = torch.eye(shares.shape[-1], dtype=torch.bool, device=shares.device)
+    for t in range(shares.shape[-2]):
+        x = shares[..., t, :]
+        rows.append(torch.where(first[t], x, memory * rows[-1] + (1 - memory) * x))
+    return torch.stack(rows[1:], -2).tril()
+
+
+def remembered(retention: Tensor, age: Tensor, options: Forgetting) -> Tensor:
+    """Retention as it counts: 1 for the last ``window`` tokens, then its minimum so far (section 2.2's cumulative
+    minimum along time, "no un-forgetting").
+
+    Args:
+        retention: r ``[B, G, T, T]``.
+        age: ``t - j``, ``[T, T]`` or ``[B, 1, T, T]``; negative above the diagonal.
+    """
+    kept = torch.where(age < options.window, 1.0, retention)
+    return kept.cummin(-2).values if options.monotone else kept
+
+
+def forgetful_bias(retention: Tensor, options: Forgetting, temperature: float) -> Tensor:
+    r"""Section 2.2: :math:`B = \log \sigma(\tau (r - \tau_0))`, clipped to :math:`[-B_{max}, 0]`."""
+    return F.logsigmoid(temperature * (retention - options.threshold)).clamp(min=-options.limit)
+
+
+def full_bias(options: Forgetting, temperature: float) -> float:
+    """The bias of what is fully remembered, r = 1. Sinks, which are no keys, have it too."""
+    return float(forgetful_bias(torch.ones((), dtype=torch.float64, device="cpu"), options, temperature))
+
+
+def student(logits: Tensor, bias: Tensor, v: Tensor, sink: Tensor | None = None, sink_bias: float = 0.0) -> Tensor:
+    """Section 2.2: the readout of ``a + B``; as r = 1 everywhere moves all logits alike, it then is the teacher.
+
+    Args:
+        logits: a ``[B, H, T, T]``, -inf where a row sees nothing.
+        bias: B ``[B, G, T, T]``.
+        v: ``[B, T, G, V]``.
+        sink: ``[H]`` or None, one more logit per head without a value.
+
+    Returns:
+        ``[B, T, H, V]``.
+    """
+    H, T = logits.shape[1:3]
+    masked = logits + bias.repeat_interleave(H // bias.shape[1], 1)
+    if sink is not None:
+        more = (sink + sink_bias).to(masked.dtype)[:, None, None].expand(*masked.shape[:-1], 1)
+        masked = torch.cat([masked, more], -1)
+    return torch.einsum("bhtj,bjhv->bthv", masked.softmax(-1)[..., :T], expand_heads(v, H))
+
+
+def blended(teacher: Tensor, student: Tensor, blend: float) -> Tensor:
+    """Section 2.3: ``(1 - lambda) y + lambda y_f``, with gradients through the student alone (section 2.4).
+
+    Args:
+        teacher, student: outputs ``[B, T, H, V]``.
+    """
+    return student if blend == 1 else (1 - blend) * teacher.detach() + blend * student
+
+
+def divergence(target: Tensor, logits: Tensor, kind: str) -> Tensor:
+    """Section 2.4's L_r for each pair, >= 0, and 0 only where retention is its target; no gradient to the target.
+
+    The text asks for KL or MSE between numbers that are no distributions. ``"bernoulli"``: each pair is a coin, kept or
+    not, with these two chances; the KL divergence of the two. ``"mse"``: the squared difference.
+
+    Args:
+        target: in [0, 1].
+        logits: of the retention, ``r = sigmoid(logits)``.
+    """
+    target = target.detach()
+    if kind == "mse":
+        return (logits.sigmoid() - target).square()
+    crossed = (1 - target) * logits - F.logsigmoid(logits)
+    found: Tensor = crossed - torch.special.entr(target) - torch.special.entr(1 - target)
+    return found
+
+
+def distillation_loss(target: Tensor, logits: Tensor, exists: Tensor, age: Tensor, options: Forgetting) -> Tensor:
+    """Section 2.4's L_r: the mean of :func:`divergence` over the pairs that are not in the remember window.
+
+    Args:
+        target, logits: as there, ``[B, G, T, T]``.
+        exists, age: of each pair: whether a row may read its key, and in how many tokens; they broadcast to these.
+    """
+    counts = (exists & (age >= options.window)).expand(target.shape)
+    each = divergence(target, logits, options.divergence).masked_fill(~counts, 0.0)
+    return each.sum() / counts.sum().clamp(min=1)
+
+
+def expected_kept(retention: Tensor, options: Forgetting, temperature: float) -> Tensor:
+    r"""Section 2.4: the chance :math:`\sigma(\tau (r - \tau_0))` that a key with this retention is still there."""
+    return (temperature * (retention - options.threshold)).sigmoid()
+
+
+def budget_loss(
+    retention: Tensor, exists: Tensor, options: Forgetting, temperature: float, shares: Tensor | None = None
+) -> Tensor:
+    r"""Section 2.4's L_b: :math:`|\sum_j \sigma(\tau (r_{tj} - \tau_0)) - B_t|`, over its row's tokens, mean over rows.
+
+    The text's is a number of tokens; its share of those that there are weighs the same at every length.
+
+    Args:
+        retention: :func:`remembered`, ``[B, G, T, T]``.
+        shares: of the budget of a layer, that each head gets, ``[G]`` with mean 1; None for all the same.
+    """
+    exists = exists.expand(retention.shape)
+    kept = expected_kept(retention, options, temperature).masked_fill(~exists, 0.0).sum(-1)  # [B, G, T]
+    return budget_gap(kept, exists.sum(-1), options, shares)
+
+
+def budget_gap(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
+    """:func:`budget_loss` from the expected number of kept keys and that of all, both ``[B, G, T]``."""
+    wanted = options.capacity(tokens.to(kept.dtype))
+    if shares is not None:
+        wanted = (wanted * shares[:, None]).minimum(tokens.to(kept.dtype))
+    rows = tokens > 0
+    gap = ((kept - wanted).abs() / tokens.clamp(min=1)).masked_fill(~rows, 0.0)
+    return gap.sum() / rows.sum().clamp(min=1)

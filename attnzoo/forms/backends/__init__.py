@@ -1,0 +1,1 @@
+"""Forms that run on kernels: ours in Triton, and flash-linear-attention's."""

@@ -1,0 +1,348 @@
+"""The ``fla`` forms: our algebra on the chunk kernels of flash-linear-attention, where they can be trusted.
+
+Imported lazily; every function raises ``UnavailableError`` with the reason where the kernels do not serve. They work
+with differences of sums of gates, in which -inf would be NaN: a closed gate is one of ``CLOSED_AS``, and what it lets
+through is below the rounding of float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from packaging.version import Version
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.values import OPAQUE, in_transform
+from attnzoo.errors import UnavailableError
+from attnzoo.forms.backends.fla_tuning import shorten, will_run
+from attnzoo.forms.caches.state import RecurrentState
+from attnzoo.forms.options import LinearOptions, check_linear, existing
+from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.kernels.common.device import (
+    HAS_TRITON,
+    LEAST_CAPABILITY,
+    NO_TRITON,
+    installed_triton,
+    interpreted,
+    machine,
+)
+from attnzoo.kernels.common.untraced import cached_in_traces, untraced
+
+logger = logging.getLogger("attnzoo.fla")
+
+
+def _version() -> str:
+    for name in ("fla-core", "flash-linear-attention"):  # the kernels, or all of it
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+def outdated(version: str) -> str:
+    """Why a version of flash-linear-attention does not serve, or "".
+
+    Before 0.6 packed sequences beside an empty one are computed as others, and on Hopper the backward of a scalar decay
+    is refused with any Triton from 3.4 on, or wrong.
+    """
+    if not version or Version(version).release >= (0, 6):
+        return ""
+    return f"expected flash-linear-attention 0.6 or later, got {version} (pip install -U 'attnzoo[fla]')"
+
+
+def miscompiling(triton: str) -> str:
+    """The version of Triton, if it is one that miscompiles the backward of a scalar decay on Hopper, else ""."""
+    return triton if triton and Version("3.4") <= Version(triton) < Version("3.7.1") else ""
+
+
+INSTALLED = importlib.util.find_spec("fla") is not None
+VERSION = _version()  # read here, as compilers cannot trace the reading; "" if there is none, or none is said
+OUTDATED = outdated(VERSION)
+MISCOMPILING = miscompiling(installed_triton())
+DEVICE = "cuda"  # its kernels run there
+CLOSED_AS = -80.0  # exp of it is 2e-35
+LEAST_CHANNELS = 16  # of a product on tensor cores
+LEAST_ON_HOPPER = 64  # ptxas 12.8, of Triton 3.6 and 3.7, leaves out operands' addresses of narrower tiles
+MOST_DELTA_CHANNELS = 256
+
+
+def fla_unavailable(call: Call) -> str:
+    """Why flash-linear-attention cannot serve a call, or "".
+
+    Its delta-rule kernels take 16-bit inputs only.
+    """
+    q, gate = call.q, call.gate
+    if gate.factors is not None:
+        return f"its delta rule has one factor per token, got {gate.factors} (sub-tokens of one each it does serve)"
+    if gate.w is not None and not call.options.get("delta_rule"):
+        return (
+            "its delta rule erases along the key it writes, with the strength it writes with (gate='delta' in a layer, "
+            "delta_rule=True in a form)"
+        )
+    if q.device.type != DEVICE:
+        return f"flash-linear-attention needs CUDA tensors, got {q.device.type}"
+    if not INSTALLED:
+        return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
+    if OUTDATED:
+        return OUTDATED
+    if VERSION and (why := _broken()):
+        return why
+    if not HAS_TRITON:
+        return f"flash-linear-attention runs on triton: {NO_TRITON}"
+    where = machine(q.device)
+    if q.is_cuda and not where.rocm and where.capability < LEAST_CAPABILITY:
+        return f"Triton compiles for compute capability >= 8.0, got {where.capability}"
+    if in_transform():
+        return OPAQUE
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
+    if q.dtype == torch.bfloat16 and interpreted():
+        return "the Triton interpreter computes bfloat16 wrongly (unset TRITON_INTERPRET)"
+    if min(q.shape[3], call.v.shape[3]) < LEAST_CHANNELS:
+        return f"its kernels take K and V from {LEAST_CHANNELS}, got {q.shape[3]} and {call.v.shape[3]} (larger heads)"
+    if q.dtype != torch.float32 and (q.shape[3] % 2 or call.v.shape[3] % 2):
+        return f"Triton miscompiles its 16-bit kernels of odd K or V, got {q.shape[3]} and {call.v.shape[3]}"
+    if gate.w is not None and q.dtype == torch.float32:
+        return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
+    if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
+        return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]} (smaller heads)"
+    return ""
+
+
+@cached_in_traces
+def _broken() -> str:
+    """Why flash-linear-attention cannot be imported, or "": it imports transformers where that is installed."""
+    try:
+        importlib.import_module("fla")
+    except Exception as error:  # what other packages raise
+        return f"flash-linear-attention cannot be imported: {error!r} (pip install -U 'attnzoo[fla]')"
+    return ""
+
+
+def _hopper(q: Tensor) -> bool:
+    return q.is_cuda and machine(q.device).hopper
+
+
+def _per_token(gate: Gate) -> bool:
+    """Whether there is a scalar decay that is not one constant per head, which has kernels without its gradient."""
+    g = gate.log_decay
+    return g is not None and (g.ndim == 3 or g.requires_grad or gate.w is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What an operation of flash-linear-attention is given.
+
+    Args:
+        q: ``[B, T, H, K]``; k and v have H heads as well, v with its write strength.
+        gate: neutral at padding, where q, k and v are 0.
+        options: by their names there: scale, initial_state ``[B, H, K, V]``, output_final_state and cu_seqlens.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+    options: dict[str, Any]
+
+
+Operation = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # the output, and the last state where asked for
+
+
+def fla_kernel(operation: Operation) -> Kernel:
+    """The form of an operation: whole sequences, packed or padded, and continuing from a state."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, valid: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """flash-linear-attention's chunk kernels; see :class:`~attnzoo.forms.options.LinearOptions`."""
+        given = LinearOptions(scale, valid, cu_seqlens, write, delta_rule)
+        o: Tensor = _run(operation, Call(q, k, v, gate), given)[0]
+        return o
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, *, scale: float | None = None,
+        valid: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
+    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        """The same after a state."""
+        given = LinearOptions(scale, valid, None, write, delta_rule)
+        o, matrix = _run(operation, Call(q, k, v, gate, state, keeps_state=True), given)
+        seen = 0 if state is None else len(state)
+        return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
+
+    return Kernel(run, extend, fla_unavailable, explain=_explained)
+
+
+@untraced  # as the peer's functions are: one break, and not in the midst of its kernels
+def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
+    q, k, v, gate = call.q, call.k, call.v, call.gate
+    check_linear(given, q, k, gate)
+    reason = fla_unavailable(Call(q, k, v, gate, options={"delta_rule": given.delta_rule}))
+    if reason:
+        raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
+    write = given.write
+    if given.valid is not None:
+        q, k, v = existing(given.valid, q, k, v)
+        gate = gate.per_token(q).neutral_where(~given.valid)
+        write = None if write is None else existing(given.valid, write)[0]
+    dtype, H = v.dtype, q.shape[2]
+    k, v = expand_heads(k, H), expand_heads(v, H)
+    if write is not None:
+        v = (v * expand_heads(write, H)[..., None]).to(dtype)
+    options = {
+        "scale": given.scale, "cu_seqlens": None if given.cu_seqlens is None else _int64(given.cu_seqlens),
+        "initial_state": None if call.state is None else call.state.matrix.float(),
+        "output_final_state": call.keeps_state,
+    }  # fmt: skip
+    will_run(f"H={H}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
+    return operation(Prepared(q, k, v, gate, options))
+
+
+def _narrow(q: Tensor, v: Tensor) -> bool:
+    """Whether there are fewer channels than its kernels are compiled rightly for."""
+    return _hopper(q) and min(q.shape[3], v.shape[3]) < LEAST_ON_HOPPER
+
+
+def widened(operation: Operation, x: Prepared, channels: int) -> tuple[Tensor, Tensor | None]:
+    """The operation on q, k and v of at least so many channels, the new ones 0."""
+    K, V = x.q.shape[3], x.v.shape[3]
+    of_k, of_v = max(0, channels - K), max(0, channels - V)
+    q, k, v = F.pad(x.q, (0, of_k)), F.pad(x.k, (0, of_k)), F.pad(x.v, (0, of_v))
+    a, scale, state = x.gate.log_diag, x.options["scale"], x.options["initial_state"]
+    gate = x.gate if a is None else replace(x.gate, log_diag=F.pad(a, (0, of_k)))
+    options = x.options | {
+        "scale": K**-0.5 if scale is None else scale,
+        "initial_state": None if state is None else F.pad(state, (0, of_v, 0, of_k)),
+    }
+    o, last = operation(Prepared(q, k, v, gate, options))
+    return o[..., :V], None if last is None else last[..., :K, :V].contiguous()
+
+
+def of_any_width(operation: Operation) -> Operation:
+    """The operation, on more channels where there are too few."""
+
+    @functools.wraps(operation)
+    def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
+        return widened(operation, x, LEAST_ON_HOPPER) if _narrow(x.q, x.v) else operation(x)
+
+    return run
+
+
+@of_any_width
+def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
+    if _goes_around(x):
+        return diagonal_decay(x)
+    g = x.gate.log_decay
+    if g is None:
+        return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **x.options)
+    kind = "g" if _per_token(x.gate) else "g_gamma"
+    g = _finite(x.gate.per_token(x.q).log_decay if kind == "g" else g)
+    return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **{kind: g}, **x.options)
+
+
+@of_any_width
+def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_gla``: a decay per channel, and a scalar decay that all channels share."""
+    return _op("gla", "chunk_gla")(x.q, x.k, x.v, _channels(x), **x.options)
+
+
+@of_any_width
+def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
+    if _goes_around(x):
+        return channel_delta_rule(x)
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
+    g = x.gate.per_token(x.q).log_decay
+    if g is None:
+        return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta, **x.options)
+    return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, _finite(g), beta, **x.options)
+
+
+@of_any_width
+def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_kda``: the delta rule behind a decay per channel, and a scalar decay that all channels share."""
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
+    return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
+
+
+def _detour(gate: Gate, q: Tensor) -> str:
+    """Why a scalar decay takes the kernels with one per channel, or ""."""
+    if gate.log_diag is not None or not _per_token(gate) or not torch.is_grad_enabled() or not _hopper(q):
+        return ""
+    return MISCOMPILING and (
+        f"Triton {MISCOMPILING} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels "
+        "with a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
+    )
+
+
+def _goes_around(x: Prepared) -> bool:
+    """Whether it takes them; the reason is said once per process."""
+    slow = _detour(x.gate, x.q)
+    if slow:
+        _warn(slow)
+    return bool(slow)
+
+
+def _explained(call: Call) -> tuple[str, str]:
+    slow, how = _detour(call.gate, call.q), []
+    if slow:
+        how.append("a decay per channel")
+    if _narrow(call.q, call.v):
+        how.append(f"heads padded to {LEAST_ON_HOPPER} channels")
+    return ", ".join(["chunks", *how]) if how else "", slow
+
+
+@cached_in_traces
+def _warn(what: str) -> None:
+    logger.warning("%s", what)
+
+
+@functools.cache
+def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
+    shorten()
+    return operation
+
+
+def _channels(x: Prepared) -> Tensor:
+    """The decay of each channel, the scalar one among it, ``[B, T, H, K]``."""
+    g, a = x.gate.per_token(x.q).log_decay, x.gate.log_diag
+    if g is None:
+        return _finite(a)
+    g = _finite(g)[..., None]
+    return g.expand(x.q.shape).contiguous() if a is None else _finite(_finite(a) + g)
+
+
+def _finite(log: Tensor | None) -> Tensor:
+    return cast(Tensor, log).float().clamp(min=CLOSED_AS)
+
+
+_converted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+
+def _int64(borders: Tensor) -> Tensor:
+    """In the dtype that its kernels take; the same tensor for all layers, as it reads each new one on the CPU."""
+    global _converted
+    if borders.dtype == torch.int64:
+        return borders
+    if _converted is None or _converted[0]() is not borders or _converted[1] != borders._version:
+        _converted = weakref.ref(borders), borders._version, borders.long()
+    return _converted[2]
+
+
+FLA_SCALAR_DECAY = fla_kernel(scalar_decay)
+FLA_DIAGONAL_DECAY = fla_kernel(diagonal_decay)
+FLA_DELTA_RULE = fla_kernel(delta_rule)

@@ -1,0 +1,326 @@
+"""The ``triton`` forms: the fused kernels of ``attnzoo.kernels``, with caches that grow in place.
+
+The kernels are imported when they first run: this module costs nothing where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import records
+from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace_keys import CarriedMemory
+from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
+from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
+from attnzoo.forms.protocol import Call, Kernel
+
+Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
+Part = TypeVar("Part", Tensor, Tensor | None)
+
+
+class Additive(Protocol):
+    """What the kernel of FoX needs of ``AdditiveForms``."""
+
+    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
+
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+
+    def rounded(
+        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]: ...
+
+
+def fox_kernel(forms: Additive) -> Kernel:
+    """The kernel of FoX, ALiBi and NoPE, and of RoPE, whose q and k are rotated before it.
+
+    Args:
+        forms: fold the gate's matrix part into q and k, and make the cache with the new tokens.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
+        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+    ) -> Output:  # fmt: skip
+        """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
+        given, receivers = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse), None
+        if valid is None:
+            q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
+        return attend(q, k, v, gate, None, given, receivers)[0]
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
+        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        """The same over a cache."""
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
+        return attend(q, k, v, gate, state, given)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
+        receivers: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
+        from attnzoo.kernels.fox import fox_attention
+
+        kernel: Callable[..., Output] = fox_attention
+        check_softmax(given, q, gate)
+        _refuse_both(given)
+        if given.valid is not None:
+            q, k, v = existing(given.valid, q, k, v)
+        gate = replace(gate, log_decay=single(gate.log_decay))
+        constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
+        gate = forms.separated(gate, q, given.valid, None)
+        past = state
+        q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
+        q, k, g = q.to(v.dtype), state.k, single(state.log_decay)
+        v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
+        options: dict[str, Any] = {
+            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
+            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
+        }  # fmt: skip
+        if past is None and given.valid is not None:
+
+            def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
+
+            return on_packed(packed, given.valid, q, k, v, g), state
+        if past is None:
+            g = g if constant is None else constant
+            options |= {"cu_seqlens": given.cu_seqlens, "receivers": receivers}
+            return kernel(q, k, values, log_decay=g, **options), state
+        if g is None or records(q, k, values, g, given.sink):
+            return kernel(q, k, values, log_decay=g, valid=state.valid, **options), state
+        state = replace(state, sums=_gate_sums(past, state, given.prune))
+        return kernel(q, k, values, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
+
+    def refuses(call: Call) -> str:
+        from attnzoo.kernels.fox import triton_unavailable
+
+        if call.state is not None and _padded(call) and expects_gradient(call):
+            return "a step over padding has no gradient in the triton form (run it under torch.no_grad())"
+        return refused(call) or triton_unavailable(call.q, call.v)
+
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.fox import plan
+
+        (T, H, K), (G, V) = call.q.shape[1:], call.v.shape[2:]
+        S = T if call.state is None else len(call.state) + T
+        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+        asked = plan.Call(
+            T, S, H // G, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(),
+            masked=call.state is not None and _padded(call),
+        )  # fmt: skip
+        chosen = plan.plan(asked, machine(call.q.device))
+        return chosen.kernels(expects_gradient(call)), chosen.why
+
+    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "angle"}))
+
+
+def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
+    """What the kernel sums up of ``state``, which is ``past``, whose tokens are not read again, and some tokens.
+
+    With ``prune`` also the longest key, once for all tokens and then for the new ones alone.
+    """
+    from attnzoo.kernels.fox import GateSums
+
+    g, k = cast(Tensor, state.log_decay).float(), None if prune is None else state.k
+    if past.sums is None or (k is not None and past.sums.longest is None):
+        return GateSums.of(g, k)
+    return past.sums.append(g[:, len(past) :], None if k is None else k[:, len(past) :])
+
+
+def path_kernel() -> Kernel:
+    """The kernels of PaTH and PaTH-FoX, with decays of the channels or not: whole sequences, and steps over all keys.
+
+    A step reads every cached key, as each must be advanced: ``prune`` leaves out none of them there, and so drops
+    no mass at all. It has no gradient. The state that is given stays as it was.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
+        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+        keep_carries: bool = False,
+    ) -> Output:  # fmt: skip
+        """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        return whole_path(q, k, v, gate, given, keep_carries=keep_carries)
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
+        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        from attnzoo.kernels.path import carry_keys, path_extend, refuse_gradients
+
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
+        q, k, v, gate = step_inputs(q, k, v, gate, given)
+        w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
+        heads = 0 if a is None else q.shape[2]  # channels decay for each query head, and keys have a copy for each
+
+        def each(*xs: Tensor) -> list[Tensor]:
+            return [expand_heads(x, heads) for x in xs]
+
+        if state is None or not len(state):
+            o = whole_path(q, k, v, gate, given)
+            return o, KVCache(carry_keys(*each(k, w, beta), log_diag=a), v, gate.log_decay, valid, carried=True)
+        refuse_gradients(q, k, v, w, beta, state.k, state.v, a)
+        new = KVCache(k, v, gate.log_decay, valid)
+        parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
+        gates, there = parts.get("log_decay"), parts.get("valid")
+        k, w, beta, values = each(k, w, beta, parts["v"])
+        o, keys, lse = path_extend(
+            q, k, w, beta, state.k.float(), values, single(gates), there, scale,
+            log_diag=a, window=window, sink=sink, return_lse=True,
+        )  # fmt: skip
+        after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
+        return (o, lse) if return_lse else o, after
+
+    def refuses(call: Call) -> str:
+        from attnzoo.kernels.path import triton_unavailable
+
+        if call.state is not None and expects_gradient(call):
+            return NO_GRADIENT
+        if call.gate.factors is not None and (call.state is None or not len(call.state)):
+            return f"its kernels of whole sequences take one factor per token, got {call.gate.factors}"
+        if call.options.get("keep_carries") and call.gate.log_diag is not None:
+            return "its kernels keep no carries where channels decay (keep_carries)"
+        return refused(call) or triton_unavailable(call.q, call.v)
+
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.levels import plan
+
+        if call.state is not None and len(call.state):
+            return "one fused step over all keys", ""
+        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+        shortened = bool({"prune", "window"} & call.options.keys())
+        asked = plan.Call(
+            call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, learns,
+            torch.are_deterministic_algorithms_enabled(), shortened,
+        )  # fmt: skip
+        chosen = plan.plan(asked, machine(call.q.device))
+        return chosen.kernels(expects_gradient(call)), chosen.why
+
+    def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
+        from attnzoo.kernels.path import triton_unavailable
+
+        if state.k.shape[2] != state.v.shape[2] or triton_unavailable(state.k.to(state.v.dtype), state.v):
+            return None
+        return CarriedMemory.like(state, rows, tokens, device)
+
+    parts = frozenset({"log_decay", "log_diag", "w", "beta"})
+    return Kernel(run, extend, refuses, explain, fixed=fixed, parts=parts)
+
+
+def step_inputs(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor, Gate]:  # fmt: skip
+    """The checked inputs of a step that multiplies the cached keys: a gate per token, and nothing at absent tokens."""
+    check_softmax(given, q, gate)
+    if given.valid is not None:
+        q, k, v = existing(given.valid, q, k, v)
+    return q, k, v, separated(gate.per_token(q), q, given.valid, None).map(single)
+
+
+def single(part: Part) -> Part:
+    """A part of a gate as kernels read it: float64 in their float32, as the reference does beside such q."""
+    return part.float() if part is not None and part.dtype == torch.float64 else part
+
+
+def whole_path(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None,
+    keep_carries: bool = False,
+) -> Output:  # fmt: skip
+    """Whole sequences through the kernels of PaTH; without ``valid`` they take receivers (``path_attention``)."""
+    from attnzoo.kernels.path import path_attention
+
+    check_softmax(given, q, gate)
+    gate = gate.per_token(q).map(single)
+    attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=keep_carries)
+    return on_whole(attention, q, k, v, given, **{name: getattr(gate, name) for name in gate.parts})
+
+
+def on_whole(
+    attention: Callable[..., Output], q: Tensor, k: Tensor, v: Tensor, given: SoftmaxOptions, **parts: Tensor | None
+) -> Output:
+    """A fused kernel on whole sequences, with these parts of the gate; with ``valid`` they run packed."""
+    _refuse_both(given)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Output:
+        *values, borders = more
+        return attention(
+            q, k, v, cu_seqlens=borders, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound,
+            window=given.window, sink=given.sink, return_lse=given.return_lse, impl="triton",
+            **dict(zip(parts, values, strict=True)),
+        )  # fmt: skip
+
+    rows: tuple[Any, ...] = (q.to(v.dtype), k.to(v.dtype), v, *parts.values())
+    return attend(*rows, given.cu_seqlens) if given.valid is None else on_packed(attend, given.valid, *rows)
+
+
+NO_GRADIENT = "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+BOTH = "the triton form takes valid or cu_seqlens, not both"
+
+
+def refused(call: Call) -> str:
+    """What no kernel serves."""
+    return BOTH if "valid" in call.options and "cu_seqlens" in call.options else ""
+
+
+def _refuse_both(given: SoftmaxOptions) -> None:
+    if given.valid is not None and given.cu_seqlens is not None:
+        raise ValueError(f"valid: expected None with cu_seqlens, got a tensor ({BOTH})")
+
+
+def _padded(call: Call) -> bool:
+    return "valid" in call.options or getattr(call.state, "valid", None) is not None
+
+
+def records_any(call: Call, *more: Tensor | None) -> bool:
+    """Whether a gradient is expected of q, k, v, the gate or ``more``."""
+    return records(call.q, call.k, call.v, *(getattr(call.gate, part) for part in call.gate.parts), *more)
+
+
+def expects_gradient(call: Call) -> bool:
+    """Whether autograd will ask for the gradient of an input."""
+    return records_any(call, call.options.get("sink"))
+
+
+def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None) -> Output:
+    """``attend(*rows, cu_seqlens)`` on the valid tokens alone, as packed sequences; zeros elsewhere.
+
+    Args:
+        attend: takes each of ``rows`` as ``[1, tokens, ...]`` and the borders ``[B + 1]``; gives ``[1, tokens, ...]``,
+            or two of these.
+        valid: ``[B, T]`` bool.
+        rows: ``[B, T, ...]`` or None.
+    """
+    borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
+    there = valid.flatten().nonzero()[:, 0]  # the one place where Python waits for a GPU
+    tokens = [None if x is None else x.flatten(0, 1).index_select(0, there) for x in rows]
+    if not torch.compiler.is_compiling() and not len(there):  # a kernel takes a token at least: one that nobody sees
+        tokens = [None if x is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in tokens]
+        borders = F.pad(borders[1:], (1, 0)) + F.pad(borders.new_ones(1), (len(borders) - 1, 0))
+    given = attend(*(None if x is None else x[None] for x in tokens), borders)
+
+    def unpacked(x: Tensor) -> Tensor:
+        out = x.new_zeros(valid.numel(), *x.shape[2:])
+        return out.index_copy(0, there, x[0, : len(there)]).view(*valid.shape, *x.shape[2:])
+
+    return (unpacked(given[0]), unpacked(given[1])) if isinstance(given, tuple) else unpacked(given)

@@ -1,0 +1,61 @@
+"""The ``triton`` form of the linear side: a few tokens after a state in one kernel, which is what generating needs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.errors import UnavailableError
+from attnzoo.forms.backends.fox_path import records_any
+from attnzoo.forms.caches.state import RecurrentState
+from attnzoo.forms.options import LinearOptions, check_linear
+from attnzoo.forms.protocol import Call, Kernel
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, valid: Tensor | None = None,
+    write: Tensor | None = None, delta_rule: bool = False,
+) -> Tensor:  # fmt: skip
+    """The fused recurrence (``attnzoo.kernels.linear``) over short sequences, without a gradient.
+
+    Raises:
+        UnavailableError: more tokens than it serves, or a gradient is expected.
+    """
+    reason = refuses(Call(q, k, v, gate, options={"write": write}))
+    if reason:
+        raise UnavailableError(f"form 'triton': {reason}; use the 'chunk' form")
+    return extend(q, k, v, gate, None, scale=scale, valid=valid, write=write, delta_rule=delta_rule)[0]
+
+
+def extend(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, *, scale: float | None = None,
+    valid: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
+) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+    """The same after a state."""
+    from attnzoo.kernels.linear import linear_steps
+
+    check_linear(LinearOptions(scale, valid, None, write, delta_rule), q, k, gate)
+    past, seen = (None, 0) if state is None else (state.matrix.float(), len(state))
+    write = gate.beta if delta_rule else write
+    in_place = state is not None and state.disposable
+    o, matrix = linear_steps(q, k, v, gate, past, scale=scale, write=write, valid=valid, in_place=in_place)
+    return o, RecurrentState(matrix, seen + q.shape[1])
+
+
+def refuses(call: Call) -> str:
+    """Why the kernel cannot serve a call, or ""."""
+    from attnzoo.kernels.linear import triton_unavailable
+
+    state = call.state.matrix if isinstance(call.state, RecurrentState) else None
+    if records_any(call, call.options.get("write"), state):
+        return "the fused recurrence has no gradient (run it under torch.no_grad())"
+    return triton_unavailable(call.q, call.v)
+
+
+def explain(call: Call) -> tuple[str, str]:
+    """It has no faster kernel to do without."""
+    return "one fused kernel", ""
+
+
+PARTS_READ = frozenset({"log_decay", "log_diag", "angle", "w", "beta"})
+FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True, parts=PARTS_READ)

@@ -1,0 +1,168 @@
+"""The ``triton`` form of Wall and of its product with a scalar decay."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.sums import running_sum, sum_to_the_end
+from attnzoo.algebra.values import records
+from attnzoo.forms.backends.fox_path import (
+    NO_GRADIENT,
+    Output,
+    expects_gradient,
+    on_whole,
+    refused,
+    single,
+    step_inputs,
+)
+from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
+from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.readout import attend_with_sink, least_logit
+
+Pair = tuple[Tensor, Tensor]
+WALL_STEPS = 16  # most tokens that continue a cache of Wall one at a time
+
+
+def wall_kernel() -> Kernel:
+    """The kernels of Wall, with or without a scalar decay: whole sequences, and steps of a token over all cached keys.
+
+    A step multiplies every cached key by the token's gates, as the reference does, and attends to them by the kernel of
+    FoX: ``prune`` leaves out none of them there. Several tokens attend to each other as a sequence of their own, and
+    carried back to the cached keys to these, so that they are read once. A window would have to count both: with one,
+    and few tokens of which some do not exist (no GPU is waited for then), there is a step for each. It has no gradient.
+    The state that is given stays as it was.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
+        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+    ) -> Output:  # fmt: skip
+        """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        return whole_wall(q, k, v, gate, given)
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
+        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        from attnzoo.kernels.path import refuse_gradients
+
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
+        q, k, v, gate = step_inputs(q, k, v, gate, given)
+        a, H, T = cast(Tensor, gate.log_diag), q.shape[2], q.shape[1]
+        if state is None or not len(state):
+            return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
+        refuse_gradients(q, k, v, a, state.k, state.v)
+        parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
+        g, there = parts.get("log_decay"), parts.get("valid")
+        seen = KVCache(state.k.float(), expand_heads(parts["v"], H), single(g), there)
+        at_once = window is None and (T > WALL_STEPS or (T > 1 and valid is None))
+        o, lse, keys = (_tokens_at_once if at_once else _token_by_token)(q, k, v, gate, seen, given)
+        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
+
+    def refuses(call: Call) -> str:
+        from attnzoo.kernels.wall import triton_unavailable
+
+        if call.state is not None and expects_gradient(call):
+            return NO_GRADIENT
+        if call.state is not None and len(call.state) and call.q.shape[1] > WALL_STEPS and _window(call):
+            return f"with a window a cache of Wall is continued by at most {WALL_STEPS} tokens, got {call.q.shape[1]}"
+        return refused(call) or triton_unavailable(call.q, call.v)
+
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.wall.plan import plan
+
+        if call.state is not None and len(call.state):
+            one = call.q.shape[1] == 1 or _window(call)
+            return "a step per token over all keys" if one else "the new tokens, and one pass over all keys", ""
+        (T, _, K), V = call.q.shape[1:], call.v.shape[3]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+        shortened = "prune" in call.options
+        chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device), learns, shortened)
+        return chosen.kernels(expects_gradient(call)), chosen.why
+
+    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "log_diag"}))
+
+
+def _window(call: Call) -> bool:
+    return call.options.get("window") is not None
+
+
+def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
+    """Whole sequences through the kernels of Wall."""
+    from attnzoo.kernels.wall import wall_attention
+
+    check_softmax(given, q, gate)
+    gate = gate.per_token(q).map(single)
+    return on_whole(wall_attention, q, k, v, given, log_diag=gate.log_diag, log_decay=gate.log_decay)
+
+
+def _tokens_at_once(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse and all carried keys: the T new tokens as a sequence, beside one pass over the S cached keys.
+
+    Args:
+        q, k, v, gate: of the new tokens, ``[B, T, ...]``.
+        seen: carried keys ``[B, S, H, K]`` float32 without the new tokens; values, gates and ``valid`` with them.
+        given: of the call, without a window.
+    """
+    from attnzoo.kernels.fox import fox_attention
+
+    a, S, T = cast(Tensor, gate.log_diag), seen.k.shape[1], q.shape[1]
+    total, old = running_sum(a, 1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
+    first = fox_attention(
+        (q * total).to(v.dtype), F.pad(seen.k.to(v.dtype), (0, 0, 0, 0, 0, T)), seen.v, log_decay=seen.log_decay,
+        scale=given.scale, valid=old if seen.valid is None else old & seen.valid, return_lse=True, impl="triton",
+    )  # fmt: skip
+    own = whole_wall(q, k, v, gate, SoftmaxOptions(given.scale, valid=given.valid, return_lse=True))
+    o, lse = together(first, cast(Pair, own), given.sink)
+    return o, lse, torch.cat([seen.k * total[:, -1:], carried(k, a)], 1)
+
+
+def _token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a step over all keys for each new token, which a window and absent tokens may be counted in."""
+    from attnzoo.kernels.fox import fox_attention
+
+    a, keys, rows = cast(Tensor, gate.log_diag), seen.k, []
+    S, H = keys.shape[1], q.shape[2]
+    for t in range(q.shape[1]):
+        now, past = slice(t, t + 1), slice(0, S + t + 1)
+        keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
+        o, lse = fox_attention(
+            q[:, now].to(v.dtype), keys.to(v.dtype), seen.v[:, past],
+            log_decay=None if seen.log_decay is None else seen.log_decay[:, past], scale=given.scale,
+            window=given.window, sink=given.sink, valid=None if seen.valid is None else seen.valid[:, past],
+            return_lse=True, impl="triton",
+        )  # fmt: skip
+        rows.append((o, lse))
+    o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))
+    return o, lse, keys
+
+
+def carried(k: Tensor, log_diag: Tensor) -> Tensor:
+    """Keys ``[B, T, G, K]`` as the last of these T tokens leaves them, ``[B, T, H, K]`` float32."""
+    after = sum_to_the_end(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)), 1)
+    return expand_heads(k, log_diag.shape[2]).float() * after.exp()
+
+
+def together(first: Pair, second: Pair, sink: Tensor | None) -> Pair:
+    """Attention to two sets of keys as one, each o ``[B, T, H, V]`` and lse ``[B, T, H]``; sink ``[H]`` or None."""
+    lse = torch.logaddexp(first[1], second[1])
+    most = lse.clamp(min=least_logit(lse.dtype))[..., None]  # rows that see no key give 0
+    o = sum(x.float() * (y[..., None] - most).exp() for x, y in (first, second))
+    o, whole = attend_with_sink(cast(Tensor, o).transpose(1, 2), lse.transpose(1, 2), sink)
+    return o.transpose(1, 2).to(first[0].dtype), cast(Tensor, whole).transpose(1, 2)

@@ -1,0 +1,160 @@
+"""Memories of fixed size: what the two sides remember of several sequences, changed in place by steps of one token.
+
+Every tensor keeps its place and its shape, and nothing waits for the device, so that a CUDA graph of a step stays right
+while the sequences grow. Rows come from the states that ``extend`` leaves and go without touching the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import QueryBounds
+from attnzoo.forms.caches.device_memory import size_of
+from attnzoo.forms.caches.state import RecurrentState
+from attnzoo.forms.protocol import Call
+
+Extend = Callable[[Call], tuple[Any, Any]]  # how a layer runs a call: its output and the state after it
+
+
+@dataclass(eq=False)
+class Rows:
+    """The sequences of a batch, for all layers; whoever calls them counts their tokens, before and after each step.
+
+    Args:
+        length: tokens so far, ``[B]`` int64.
+        active: 1 for rows that get a token at the next step, 0 for idle ones, ``[B]`` int32.
+        lengths: ``length``, on the host.
+        tokens: how many of each sequence a step takes. With more than one they are given tokens, of which each sequence
+            keeps its first ones: a step ends when :meth:`Memory.keep` has said how many.
+    """
+
+    length: Tensor
+    active: Tensor
+    lengths: list[int]
+    tokens: int = 1
+
+    def count(self) -> Tensor:
+        """Tokens that a step takes of each sequence, ``[B]`` int32."""
+        return self.active if self.tokens == 1 else self.active * self.tokens
+
+    @staticmethod
+    def idle(rows: int, device: torch.device | str = "cpu") -> Rows:
+        """No sequence yet in any of ``rows`` rows."""
+        length, active = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        return Rows(length, active, [0] * rows)
+
+    def begin(self, row: int, tokens: int) -> None:
+        """A sequence of ``tokens`` tokens goes on in row ``row``."""
+        self.length[row], self.active[row], self.lengths[row] = tokens, 1, tokens
+
+    def end(self, row: int) -> None:
+        """Row ``row`` is idle."""
+        self.length[row], self.active[row], self.lengths[row] = 0, 0, 0
+
+
+class Memory(Protocol):
+    """What a layer remembers of B sequences of their own lengths.
+
+    Attributes:
+        on_host: whether :meth:`keep` waits for the device.
+    """
+
+    on_host: ClassVar[bool] = False
+
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
+
+    def keep(self, kept: Tensor) -> None:
+        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
+
+    def admit(self, row: int, state: Any, tokens: int) -> None:
+        """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
+
+    def renew(self, bounds: QueryBounds) -> None:
+        """Give keys up by these bounds of the rows to come from now on, where it does so by any."""
+        return
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
+        return False
+
+    def clear(self, row: int) -> None:
+        """Sequence ``row`` has ended. Where that is nothing to do, the next one overwrites it."""
+        return
+
+    def kept(self, row: int) -> list[int] | None:
+        """How many keys each key head of sequence ``row`` has; None where there are no keys."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds on the device."""
+
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        """Bytes that a step of ``heads`` query heads and ``tokens`` tokens takes besides, where they are many."""
+
+
+@dataclass(eq=False)
+class MatrixMemory(Memory):
+    """The recurrent states of B sequences.
+
+    Args:
+        matrix: ``S^T``, ``[B, H, K, V]``.
+        rows: see :class:`Rows`.
+        last: the step of several tokens that :meth:`keep` ends.
+    """
+
+    matrix: Tensor
+    rows: Rows
+    last: tuple[Call, Extend] | None = None
+
+    @staticmethod
+    def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
+        """Zeros for sequences with states such as this one."""
+        matrix = state.matrix
+        return MatrixMemory(torch.zeros(len(rows.lengths), *matrix.shape[1:], dtype=matrix.dtype, device=device), rows)
+
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        if self.rows.tokens == 1:
+            return self._advance(call, extend)
+        self.last = call, extend
+        o: Tensor = extend(replace(call, state=RecurrentState(self.matrix)))[0]
+        return o
+
+    def _advance(self, call: Call, extend: Extend) -> Tensor:
+        """The output of a call, after which the states are those after its tokens."""
+        o, state = extend(replace(call, state=RecurrentState(self.matrix, disposable=True)))
+        if state.matrix is not self.matrix:
+            self.matrix.copy_(state.matrix)
+        return o  # type: ignore[no-any-return]
+
+    def keep(self, kept: Tensor) -> None:
+        """The step again, in which the other tokens write nothing and change nothing."""
+        assert self.last is not None
+        (call, extend), self.last = self.last, None
+        T = call.q.shape[1]
+        others = torch.arange(T, device=kept.device) >= kept[:, None] * (T // self.rows.tokens)
+        gate, v = call.gate.per_token(call.q).neutral_where(others), call.v.masked_fill(others[..., None, None], 0.0)
+        self._advance(replace(call, gate=gate, v=v), extend)
+
+    def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
+        self.matrix[row] = state.matrix[0]
+
+    def kept(self, row: int) -> None:
+        return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.matrix
+
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        return 0 if tokens == 1 else size_of(self.matrix)  # the state after all of them
+
+
+def tokens_of(call: Call) -> Iterator[Call]:
+    """The tokens of a call, whose gate has all its parts per token, one after the other."""
+    for t in range(call.q.shape[1]):
+        q, k, v = (x[:, t : t + 1] for x in (call.q, call.k, call.v))
+        yield replace(call, q=q, k=k, v=v, gate=call.gate.slice(t, t + 1))

@@ -1,0 +1,336 @@
+r"""Keys that transitions carry (PaTH, PaTH-FoX), in pages.
+
+A cached key need not be multiplied by every later factor: in its page it stands as the page's last token left it, and
+beside the page stands the product of its factors. A query is carried back instead, over the rows of its call, and then
+from page to page,
+
+.. math:: s_{tj} = \lambda\, (R_{j+1} \cdots R_e k_j)^\top R_{e+1} \cdots R_t q_t
+
+with e the end of j's page. So a step reads each key once, rewrites those of the page that is not whole alone, and pages
+that are given up cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
+from attnzoo.algebra.triangular import householder_block
+from attnzoo.forms.caches.pages.page_table import Pages
+from attnzoo.forms.caches.pages.paged_cache import PagedCache
+from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, LastRows, in_front, longest
+from attnzoo.forms.caches.state import append_valid
+from attnzoo.forms.options import SoftmaxOptions, existing
+from attnzoo.forms.readout import least_logit
+from attnzoo.kernels.common.untraced import untraced
+
+ROWS = 128  # at a time
+NEAR = ("near_k", "near_w", "near_beta")
+
+
+@dataclass(eq=False, kw_only=True)
+class CarriedPool(KeyPool):
+    """A pool whose pages hold keys as the page's last token so far leaves them.
+
+    Args:
+        factor: transposed product of the factors of a page, ``[P, K, K]``, in the dtype of the keys.
+        near_k: the last keys as they came, that of token t at ``t % (2 PAGE)``, ``[B, G, 2 PAGE, K]``.
+        near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
+        near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
+        known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
+    """
+
+    factor: Tensor
+    near_k: Tensor
+    near_w: Tensor
+    near_beta: Tensor
+    known: list[int]
+
+    @classmethod
+    def of(
+        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, values: torch.dtype,
+        device: torch.device | str, decays: bool, pages: int = 0, tokens: int = 0, factors: int | None = None,
+    ) -> Self:  # fmt: skip
+        """A pool of B empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
+        near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
+        w = near.new_zeros(B, G, 2 * PAGE, *(() if factors is None else (factors,)), K)
+        factor = torch.zeros(pages, K, K, dtype=dtype, device=device)
+        pool = cls.empty(
+            B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
+            near_k=near, near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
+        )  # fmt: skip
+        pool.v = pool.v.to(values)
+        return pool
+
+    @property
+    def factors(self) -> int | None:
+        """Factors per token; None where w has no axis of them."""
+        return self.near_w.shape[3] if self.near_w.ndim == 5 else None
+
+    @torch.no_grad()
+    def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
+        """Add T tokens to every sequence; arguments as :meth:`append`, with w and beta in the gate, per token."""
+        before, bases = self.lengths, [near_base(n) for n in self.lengths]
+        (B, T, G, _), dtype = k.shape, self.k.dtype
+        near = self._near()
+        self.append(k, v, gate.log_decay, valid)
+        order, counts = in_front(B, T, valid, k.device)
+        room = max(n - base for n, base in zip(self.lengths, bases, strict=True)) // PAGE * PAGE + 2 * PAGE
+        there = torch.arange(T, device=k.device) < order.new_tensor(counts)[:, None]
+        row, token = there.nonzero(as_tuple=True)
+        place = token + order.new_tensor([n - base for n, base in zip(before, bases, strict=True)])[row]
+        wide = []
+        for old, new in zip(near, (k, gate.w, gate.beta), strict=True):
+            x = torch.cat([old, old.new_zeros(B, G, room - 2 * PAGE, *old.shape[3:])], 2)
+            x[row, :, place] = cast(Tensor, new)[row, order[row, token]].to(dtype)
+            wide.append(x)
+        pages = [
+            (b, n) for b, (old, new) in enumerate(zip(before, self.lengths, strict=True)) if new > old
+            for n in range(old // PAGE, -(-new // PAGE))
+        ]  # fmt: skip
+        self._carry(wide, pages, bases)
+        shifts = order.new_tensor([near_base(n) - base for n, base in zip(self.lengths, bases, strict=True)])
+        for name, x in zip(NEAR, wide, strict=True):
+            setattr(self, name, self._rolled(shifted(x, shifts)))
+        self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
+
+    def _carry(self, near: Sequence[Tensor], pages: list[tuple[int, int]], bases: list[int]) -> None:
+        """Carry the keys of ``pages`` (row and number) to their last tokens; ``near`` as they came, from ``bases``."""
+        if not pages:
+            return
+        row, page = self.table.new_tensor(pages).long().unbind(1)
+        inside = page - self.table.new_tensor(bases).long()[row] // PAGE
+        k, w, beta = (x.unflatten(2, (-1, PAGE))[row, :, inside] for x in near)  # [M, G, PAGE, ...]
+        block, ids = householder_block(k, k, w, beta), self.table[row, :, page].long()
+        self.k[ids], self.factor[ids] = block.k, cast(Tensor, block.total)
+        whole = (page + 1) * PAGE <= self.length[row]
+        norms = longest(block.k).amax(-1)
+        self.k_norm[row, :, page] = torch.where(whole[:, None], norms, self.k_norm[row, :, page])
+
+    def _near(self) -> list[Tensor]:
+        """What is known of the last tokens, from the page before the one that is not whole; zero where none is."""
+        ends = self.table.new_tensor([n - near_base(n) for n in self.lengths])
+        past = (torch.arange(2 * PAGE, device=ends.device) >= ends[:, None])[:, None]  # [B, 1, 2 PAGE]
+        found = [self._rolled(getattr(self, name)) for name in NEAR]
+        return [x.masked_fill(past.view(*past.shape, *(1,) * (x.ndim - 3)), 0) for x in found]
+
+    def _rolled(self, x: Tensor) -> Tensor:
+        """Entries ``[B, G, 2 PAGE, ...]`` from the page before the open one on, as they are kept, and the other way."""
+        odd = self.table.new_tensor([near_base(n) // PAGE % 2 for n in self.lengths]).bool()
+        return torch.where(odd.view(-1, *(1,) * (x.ndim - 1)), x.roll(PAGE, 2), x)
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None
+    ) -> Tensor:
+        """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere."""
+        near = self.near_k, self.near_w, self.near_beta
+        return step_pool(self, q, k, v, gate, given, count, factor=self.factor, near=near)
+
+    def notes(self) -> dict[str, Any]:
+        return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
+
+    def check_crop(self, lengths: Sequence[int]) -> None:
+        """As :meth:`KeyPool.check_crop`.
+
+        Raises:
+            ValueError: also where a page that would not be whole any more lies so far back that its keys, as they came,
+                are not known.
+        """
+        super().check_crop(lengths)
+        for known, n in zip(self.known, lengths, strict=True):
+            if n % PAGE and n // PAGE * PAGE < known:
+                raise ValueError(f"tokens: expected at least {known} (earlier keys have been carried), got {n}")
+
+    @torch.no_grad()
+    def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
+        if notes is None:
+            self.check_crop(lengths)
+            self.known = [min(known, n) for known, n in zip(self.known, lengths, strict=True)]
+        else:
+            same = notes["near_k"] is self.near_k  # then steps have written over what they needed no more
+            kept = zip(notes["known"], self.known, strict=True)
+            self.known = [max(then, now) if same else then for then, now in kept]
+            for name in NEAR:
+                setattr(self, name, notes[name])
+        super().crop(lengths, notes)
+        near, bases = self._near(), [near_base(n) for n in lengths]
+        pages = [(b, n // PAGE) for b, n in enumerate(lengths) if n % PAGE]
+        self._carry(near, pages, bases)
+        for b, n in pages:
+            start = n * PAGE - bases[b]
+            self.k_norm[b, :, n] = longest(near[0][b, :, start : start + PAGE]).amax(-1)
+
+    @torch.no_grad()
+    def select(self, index: Tensor) -> None:
+        super().select(index)
+        self.known = [self.known[b] for b in index.tolist()]
+
+    @torch.no_grad()
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.known[row] = 0
+
+    @torch.no_grad()
+    def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
+        super().adopt(row, other, tokens, twin)
+        self.known[row] = cast(CarriedPool, other).known[0]
+
+
+def near_base(tokens: int) -> int:
+    """The first token of the page before the one that is not whole."""
+    return max(0, tokens // PAGE - 1) * PAGE
+
+
+def shifted(x: Tensor, by: Tensor) -> Tensor:
+    """``x [B, G, S, ...]`` from entry ``by[b]`` on, two pages of it; zero where there is none."""
+    index = by[:, None] + torch.arange(2 * PAGE, device=x.device)
+    there = (index >= 0) & (index < x.shape[2])
+    index = index.clamp(0, x.shape[2] - 1)
+    shape = (len(by), 1, 2 * PAGE, *(1,) * (x.ndim - 3))
+    found = x.gather(2, index.view(shape).expand(-1, x.shape[1], -1, *x.shape[3:]))
+    return found.masked_fill(~there.view(shape), 0)
+
+
+class Separating(Protocol):
+    """What the rows of a call need of the variant's forms."""
+
+    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
+
+
+@torch.no_grad()
+def extend_carried(
+    forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
+) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
+    """Attend to all that is there and add T tokens; as :func:`~attnzoo.forms.caches.pages.attention.extend_pages`."""
+    (T, H, K), dtype, valid = q.shape[1:], compute_dtype(q), given.valid
+    pool = cast(CarriedPool, state.pool)
+    state.begin()
+    if valid is not None:
+        q, k, v = existing(valid, q, k, v)
+    gate = forms.separated(gate, q, valid, None).per_token(q)
+    there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
+    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
+    state.look(scaled, k, valid)
+    found = []
+    for start in range(0, T, ROWS if state.stores else T):
+        now = slice(start, start + ROWS if state.stores else T)
+        part, exists = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
+        if state.stores:
+            found.append(attend_carried(scaled[:, :, now], k[:, now], v[:, now], part, pool, exists, given.window))
+        pool.add(k[:, now], v[:, now], part, exists)
+    new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
+    if not found:
+        return None, new
+    o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+    return (o, lse), new
+
+
+def step_pool(
+    pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None,
+    **carried: Any,
+) -> Tensor:  # fmt: skip
+    """Add few tokens to ``pool`` and attend, in kernels; ``carried``: what ``paged_path_step`` takes besides."""
+    from attnzoo.kernels.decode import paged_path_step
+
+    names = ("table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
+    g = None if gate.log_decay is None else gate.log_decay.float()
+    prune = None if given.prune is None else Prune(given.prune.eps)  # the bound of the paper never lets more go
+    return paged_path_step(
+        q, k, v.to(pool.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=pool.k, values=pool.v,
+        log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink, prune=prune,
+        logit_bound=None if prune is None else given.logit_bound, **carried,
+        **{name: getattr(pool, name) for name in names},
+    ).to(v.dtype)  # fmt: skip
+
+
+@untraced  # its kernels write to the pool where it stands
+@torch.no_grad()
+def step_carried(
+    forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
+) -> tuple[Tensor, PagedCache]:
+    """As :func:`extend_carried`, for few tokens, in kernels; the output is ``[B, T, H, V]``."""
+    (B, T, H, K), pool, valid = q.shape, cast(CarriedPool, state.pool), given.valid
+    state.begin()
+    if valid is not None:
+        q, k, v = existing(valid, q, k, v)
+    gate = forms.separated(gate, q, valid, None).per_token(q)
+    if state.evict is not None and state.evict.offload is not None:
+        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, valid)
+    there = append_valid(cast(Any, state), valid, k)
+    last = LastRows.of(valid, B, T)
+    q, k, v = (last.take(x) for x in (q, k, v))
+    pool.reserve(last.counts)
+    o = last.put(pool.step(q, k, v, gate.map(last.take), given, last.count))
+    pool.lengths = [n + more for n, more in zip(pool.lengths, last.counts, strict=True)]
+    pool.known = [max(known, near_base(n)) for known, n in zip(pool.known, pool.lengths, strict=True)]
+    return o, PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
+
+
+def attend_carried(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, pool: CarriedPool, valid: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of C new tokens over the keys in the pool and their own, before they are added.
+
+    Args:
+        q: scaled queries ``[B, H, C, K]``, in the dtype of the computation.
+        k: ``[B, C, G, K]``.
+        v: ``[B, C, G, V]``.
+        gate: theirs, per token.
+        valid: those that exist, ``[B, C]``, or None for all.
+        window: each sees that many tokens, itself among them; None for all.
+
+    Returns:
+        ``[B, H, C, V]``, and the log-sum-exps ``[B, H, C]``.
+    """
+    (B, H, C, _), G, dtype, device = q.shape, k.shape[2], q.dtype, q.device
+    R, least = H // G, least_logit(dtype)
+    w, beta = (heads_first(cast(Tensor, x), H, dtype) for x in (gate.w, gate.beta))
+    block = householder_block(q, heads_first(k, H, dtype), w, beta)
+    back = block.q.unflatten(1, (G, R))  # [B, G, R, C, K], at the start of these tokens
+    rank = torch.arange(C, device=device).expand(B, C) if valid is None else valid.cumsum(1) - 1
+    at = pool.length.long()[:, None] + rank  # [B, C]
+    last = (pool.length.long() - 1).div(PAGE, rounding_mode="floor")  # [B]: the pages from there on backwards
+    scores, ids = [], []
+    for n in range(int((pool.pages >= 0).sum(-1).max())):
+        page = (last - n)[:, None].expand(B, G)
+        id = pool.table.gather(2, page.clamp(0, pool.table.shape[2] - 1)[..., None])[..., 0].long()
+        ids.append(torch.where(page >= 0, id, -1))
+        scores.append(back @ pool.k[id][:, :, None].mT.to(dtype))
+        back = back @ pool.factor[id][:, :, None].to(dtype)
+    found = torch.stack(ids, 2) if ids else pool.table[:, :, :0].long()  # [B, G, L]
+    pages = (last[:, None] - torch.arange(found.shape[2], device=device))[:, None].expand_as(found)
+    index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
+    known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
+    hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)
+    if window is not None:
+        hidden = hidden | (index[:, :, None, None] <= at[:, None, None, :, None] - window)
+    old, own = torch.cat([back[..., :0], *scores], -1), block.scores.unflatten(1, (G, R))
+    if gate.log_decay is not None:
+        inside = block_decay(heads_first(gate.log_decay, H, dtype))
+        total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
+        inside_table = pages.clamp(0, page_sum.shape[2] - 1)[:, :, None].expand(B, G, R, -1)  # the first one may be new
+        starts = page_sum.unflatten(1, (G, R)).gather(3, inside_table)
+        within = cast(Tensor, pool.decay)[found.clamp(min=0)].permute(0, 1, 4, 2, 3).double()
+        after = total_sum.unflatten(1, (G, R))[..., None] - (starts[..., None] + within).flatten(3)
+        old = old + (after.clamp(max=0)[..., None, :] + inside.entry.unflatten(1, (G, R))[..., None]).to(dtype)
+        own = own + inside.between.unflatten(1, (G, R))
+        hidden = hidden | (index[:, :, None] < since.unflatten(1, (G, R))[..., None])[..., None, :]
+    future = torch.ones(C, C, dtype=torch.bool, device=device).triu(1).expand(B, C, C)
+    if valid is not None:
+        future = future | ~valid[:, None]
+    if window is not None:
+        future = future | (at[:, None] <= at[..., None] - window)
+    old = old.clamp(min=least).masked_fill(hidden, least)
+    own = own.masked_fill(future[:, None, None], 0).clamp(min=least).masked_fill(future[:, None, None], least)
+    logits = torch.cat([old, own], -1)
+    cached = pool.v[found.clamp(min=0)].flatten(2, 3).to(dtype).masked_fill(~known[..., None], 0)
+    values = torch.cat([cached, heads_first(v, G, dtype)], 2)
+    o = logits.softmax(-1) @ values[:, :, None]
+    return o.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2)

@@ -1,0 +1,78 @@
+"""A layer's step over pages as few operations: products with weights, and between them what kernels do in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.forms.caches.pages.inplace import PagedMemory
+from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.untraced import untraced
+from attnzoo.kernels.decode import Forget, Shift
+from attnzoo.layer.gates import GATES
+from attnzoo.layer.gates.decay import ForgetGate
+from attnzoo.layer.inplace import FixedCache, FixedStream
+from attnzoo.layer.modules import as_built
+
+OF_X = tuple(GATES[name] for name in ("none", "alibi", "forget", "independent", "fixed", "softplus"))  # of x alone
+
+
+def serves(layer: Any, memory: object) -> bool:
+    """Whether :func:`step` does all that the layer does; ``memory`` is that of its cache."""
+    config, away = layer.config, getattr(getattr(memory, "evict", None), "offload", None)
+    return (
+        type(memory) is PagedMemory and memory.phase is None and away is None and type(layer.gate) in OF_X
+        and not layer.variant.carries and layer.angle is None and layer.forget is None
+        and layer.skip is None and layer.keys_per_token == 1 and config.num_qk_heads is None
+        and {config.feature_map, config.key_feature_map} <= {"identity", None}
+        and config.qk_norm in ("none", "rms") and config.output_norm_groups is None and not config.gate_before_norm
+        and as_built(layer)
+    )  # fmt: skip
+
+
+def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
+    """The tokens of a step, ``[B, T, D]``: as the layer's parts would do it one by one, to rounding."""
+    config, stream = layer.config, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache)
+    q, k, v = layer.rows(x, stream)
+    k_mix, v_mix = (None if shift is None else shift.proj(x) for shift in (layer.k_shift, layer.v_shift))
+    heads = q.unflatten(-1, (-1, config.key_dim)), k.unflatten(-1, (-1, config.key_dim))
+    gate = _gate(layer, x, *heads, stream)
+    out = None if layer.output_gate is None else layer.output_gate(x).unflatten(-1, (-1, config.v_dim))
+    if k_mix is not None and x.shape[1] > 1:
+        stream.before("k_shift", k)  # noted until it is known how many tokens stay
+        stream.before("v_shift", v)
+    o = _attend(layer, cache, (*heads, v.unflatten(-1, (-1, config.v_dim))), gate, (k_mix, v_mix), out)
+    y: Tensor = layer.o_proj(o.flatten(2))
+    return y
+
+
+def _gate(layer: Any, x: Tensor, q: Tensor, k: Tensor, stream: FixedStream) -> Tensor | Forget | None:
+    """Log decays ``[B, T, H]``, or the products they are made of."""
+    unbiased = getattr(layer.gate.forget_proj, "unbiased", None) if type(layer.gate) is ForgetGate else None
+    if unbiased is not None:
+        return Forget(unbiased(x), layer.gate.forget_proj.bias, layer.gate.factor)
+    gate: Gate = layer.gate(x, k, stream)[0]
+    return gate.per_token(q).log_decay
+
+
+@untraced  # its kernels write to the pool where it stands
+def _attend(
+    layer: Any, cache: FixedCache, rows: tuple[Tensor, Tensor, Tensor], gate: Tensor | Forget | None,
+    mix: tuple[Tensor | None, Tensor | None], out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    config, (_, k, v) = layer.config, rows
+    parts: dict[str, Any] = {"gate": gate}
+    if mix[0] is not None and mix[1] is not None:
+        before = (cache.windows[name].view(-1, *x.shape[2:]) for name, x in (("k_shift", k), ("v_shift", v)))
+        parts["shift"] = Shift(mix[0], mix[1], *before)
+    if layer.q_norm is not None:
+        parts["norm"] = Norm(layer.q_norm.weight, layer.k_norm.weight, config.qk_norm_eps)
+    norm: nn.Module | None = layer.output_norm
+    scale = None if norm is None else norm.weight
+    centred, swish = config.output_norm == "group", config.output_gate == "swish"
+    if scale is not None or out is not None:
+        parts["finish"] = Finish(scale, config.output_norm_eps, centred, out, swish)  # type: ignore[arg-type]
+    assert isinstance(cache.memory, PagedMemory)
+    return cache.memory.whole_step(rows, parts, layer.step_options(cache.bound)).to(v.dtype)

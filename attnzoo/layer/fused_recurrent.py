@@ -1,0 +1,131 @@
+"""A layer's step of the linear side as few operations: products with weights, and between them one or two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.forms.backends.recurrent import FEW_TOKENS
+from attnzoo.forms.caches.inplace import MatrixMemory
+from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.untraced import untraced
+from attnzoo.kernels.linear import Convolution, Decay, linear_step, triton_unavailable
+from attnzoo.layer.gates import GATES, Combined
+from attnzoo.layer.gates.base import GateProjection
+from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
+from attnzoo.layer.gates.decay import ForgetGate, SoftplusDecay
+from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal
+from attnzoo.layer.inplace import FixedCache, FixedStream
+from attnzoo.layer.modules import UNIT_EPS, as_built
+from attnzoo.recurrences.complex_linear import rotate_all
+
+SERVED = tuple(
+    GATES[name]
+    for name in (
+        "none", "alibi", "retention", "forget", "independent", "fixed", "softplus", "mamba2", "low_rank", "full_rank",
+        "channel_softplus", "delta",
+    )
+)  # fmt: skip
+
+
+def serves(layer: Any, memory: MatrixMemory, dtype: torch.dtype) -> bool:
+    """Whether :func:`step` does all that the layer does in a step of one token, where a kernel would run its core.
+
+    Args:
+        dtype: of the hidden states; that of a weight says nothing where it is packed.
+    """
+    config, members, matrix = layer.config, _members(layer.gate), memory.matrix
+    plain = config.feature_map == "identity" and config.key_feature_map in ("identity", None)
+    if not (
+        getattr(layer.variant.form_set, "kernels", {}).get("triton") is FEW_TOKENS
+        and (layer.impl == "triton" or (layer.impl == "auto" and matrix.is_cuda))
+        and all(type(member) in SERVED for member in members) and sum(member.writes for member in members) < 2
+        and layer.keys_per_token == 1 and layer.k_shift is None and layer.forget is None
+        and as_built(layer) and config.qk_norm in ("none", "rms", "l2")
+        and (layer.angle is None or (plain and config.qk_norm == "none" and not config.conv_size))
+    ):  # fmt: skip
+        return False
+    k, v = (matrix.new_empty(1, 1, 1, n, dtype=dtype) for n in matrix.shape[2:])
+    return triton_unavailable(k, v) == ""
+
+
+def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
+    """The token of each sequence, ``[B, 1, D]``: as the layer's parts would do it one by one, to rounding."""
+    config = layer.config
+    rows = [layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]
+    q, k, v = (
+        y.unflatten(-1, (-1, n)) for y, n in zip(rows, (config.key_dim, config.key_dim, config.v_dim), strict=True)
+    )
+    gates = _gates(layer, x)
+    if layer.angle is not None:
+        stream = FixedStream(None, None, (x.shape[0], 1), x.device, fixed=cache)
+        q, k = rotate_all(stream.positions()[..., None, None] * layer.angle.double(), q, k)
+    out = None if layer.output_gate is None else layer.output_gate(x)
+    y: Tensor = layer.o_proj(_attend(layer, cache, (q, k, v), gates, out).flatten(2))
+    return y
+
+
+@untraced  # its kernels write to the state where it stands
+def _attend(
+    layer: Any, cache: FixedCache, rows: tuple[Tensor, Tensor, Tensor], gates: dict[str, Any], out: Tensor | None
+) -> Tensor:
+    config, memory = layer.config, cache.memory
+    assert isinstance(memory, MatrixMemory)
+    norm = {"none": None, "l2": UNIT_EPS}.get(config.qk_norm)
+    weight = None if layer.output_norm is None else layer.output_norm.weight
+    finish = Finish(weight, config.output_norm_eps, config.output_norm == "group", out, config.output_gate == "swish")
+    return linear_step(
+        *rows, state=memory.matrix, active=memory.rows.active, conv=_convolutions(layer, cache),
+        maps=(config.feature_map, config.key_feature_map or config.feature_map),
+        norm=norm if layer.q_norm is None else Norm(layer.q_norm.weight, layer.k_norm.weight, config.qk_norm_eps),
+        skip=layer.skip, gate_first=config.gate_before_norm, groups=config.output_norm_groups, scale=layer.scale,
+        finish=finish, **gates,
+    )  # fmt: skip
+
+
+def _convolutions(layer: Any, cache: FixedCache) -> tuple[Convolution, Convolution, Convolution] | None:
+    if layer.q_conv is None:
+        return None
+    silu = layer.config.conv_activation == "silu"
+    q, k, v = (
+        Convolution(one.weight, one.bias, cache.windows[name], silu)
+        for name, one in (("q", layer.q_conv), ("k", layer.k_conv), ("v", layer.v_conv))
+    )
+    return q, k, v
+
+
+def _members(gate: nn.Module) -> Sequence[Any]:
+    return list(gate.members) if isinstance(gate, Combined) else [gate]
+
+
+def _gates(layer: Any, x: Tensor) -> dict[str, Any]:
+    """The gates' products with weights, as :func:`~attnzoo.kernels.linear.linear_step` takes them."""
+    found: dict[str, Any] = {}
+    for gate in _members(layer.gate):
+        if isinstance(gate, ForgetGate):
+            found["decay"] = Decay(*_unbiased(gate.forget_proj, x), factor=gate.factor)
+        elif isinstance(gate, SoftplusDecay):
+            found["decay"] = Decay(gate.dt_proj(x), gate.dt_bias, gate.log_a, opposite=True)
+            found["writes"] = gate.writes
+        elif isinstance(gate, LowRankDiagonal):
+            low = x if gate.down is None else gate.down(x)
+            found["diag"] = Decay(*_unbiased(gate.up, low), factor=1 / gate.temperature)
+        elif isinstance(gate, FullRankDiagonal):
+            found["diag"] = Decay(*_unbiased(gate.channel_proj, x))
+        elif isinstance(gate, SoftplusDiagonal):
+            logits = gate.channel_up(gate.channel_down(x))
+            found["diag"] = Decay(logits, gate.channel_bias, gate.log_a, opposite=True)
+        elif isinstance(gate, DeltaRule):
+            found |= {"beta": gate.beta_proj(x), "beta_factor": 2.0 if gate.allow_neg_eigval else 1.0}
+        elif type(gate) is not GateProjection:  # of no token
+            found["decay"] = gate(x, None, None)[0].log_decay
+    return found
+
+
+def _unbiased(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The product and what is to be added to it; of maps that a user has put there, their sum."""
+    unbiased = getattr(linear, "unbiased", None)
+    return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)

@@ -1,0 +1,191 @@
+"""Parts of an attention layer: norms, feature maps, the short convolution, the key/value shift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.values import as_given
+from attnzoo.layer.stream import Stream
+from attnzoo.precision import wide
+
+UNIT_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    x32 = wide(x)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()).to(x.dtype)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:  # Katharopoulos et al., 2020
+    return F.elu(x) + 1
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": _identity,
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu": _elu_plus_one,
+}
+
+CONV_ACTIVATIONS = ("silu", "identity")
+ROTARY_ANGLES = ("rope", "retnet")
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
+
+
+class HeadNorm(nn.Module):
+    """Normalise each head's channels, or those of several heads together, and scale every channel.
+
+    Args:
+        heads: number of heads.
+        dim: channels per head.
+        kind: ``"rms"`` (root mean square) or ``"group"`` (mean and variance, as GroupNorm).
+        eps: added to the mean square.
+        groups: norm ``heads / groups`` heads together; None for each by itself.
+        shared: one scale ``[dim]`` for all heads, instead of ``[heads, dim]``.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        kind: str = "rms",
+        eps: float = 1e-6,
+        groups: int | None = None,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kind, self.eps, self.groups = kind, eps, groups
+        self.weight = nn.Parameter(torch.ones(dim) if shared else torch.ones(heads, dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, heads, dim]``, same shape and dtype out; computed in at least float32."""
+        dtype, shape = x.dtype, x.shape
+        x = wide(x)
+        if self.groups is not None:
+            x = x.reshape(*shape[:2], self.groups, shape[2] // self.groups * shape[3])
+        if self.kind == "group":
+            x = x - x.mean(-1, keepdim=True)
+        x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        return ((x if self.groups is None else x.reshape(shape)) * self.weight).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, kind={self.kind!r}"
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution over the last ``size`` tokens of each channel, then an activation (Fu et al., 2023; Mamba).
+
+    Args:
+        channels: each is convolved by itself.
+        size: tokens.
+        bias: a learned bias per channel.
+        activation: ``"silu"`` or ``"identity"``.
+
+    Raises:
+        ValueError: ``size < 1``.
+    """
+
+    def __init__(self, channels: int, size: int, bias: bool = False, activation: str = "silu") -> None:
+        super().__init__()
+        if size < 1:
+            raise ValueError(f"size: expected a convolution over at least 1 token, got {size}")
+        self.size, self.activation = size, FEATURE_MAPS[activation]
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.size**-0.5), self.size**-0.5)
+
+    def forward(self, x: Tensor, stream: Stream, name: str, up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """``[B, T, channels]``, same shape out.
+
+        Args:
+            x: ``[B, T, channels]``, or with ``up`` what it takes, of low rank.
+            stream: the call.
+            name: the key in the cache, which holds x.
+            up: a linear map to the channels that comes first; no module, which accelerate's hooks would move.
+        """
+        fn = self._convolve if up is None else partial(self._convolve_map, up)
+        return stream.windowed(name, x, self.size, fn)
+
+    def _convolve_map(self, up: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
+        """The convolution of ``up`` times ``low [B, size - 1 + T, rank]``, ``[B, T, channels]``.
+
+        Of several tokens it is one product with their windows, in at least float32: sums of angles see its rounding.
+        """
+        T = low.shape[1] - self.size + 1
+        if T == 1:
+            return self._convolve(up(low))
+        whole = up(torch.eye(low.shape[2], dtype=low.dtype, device=low.device))  # [rank, channels]
+        weight = wide(self.weight).mT[:, None] * wide(whole)  # [size, rank, channels]
+        windows = torch.cat([low[:, i : i + T] for i in range(self.size)], -1)
+        with as_given(low):
+            return self._finish(wide(windows) @ weight.flatten(0, 1))
+
+    def _convolve(self, full: Tensor) -> Tensor:
+        """``[B, size - 1 + T, channels]``, the tokens before the first one included, to ``[B, T, channels]``."""
+        T = full.shape[1] - self.size + 1
+        weight = self.weight.to(full.dtype)
+        if T == 1:  # a step: two operations in place of two per token of the window
+            out = (full * weight.mT).sum(1, keepdim=True)
+        else:
+            out = full[:, :T] * weight[:, 0]
+            for i in range(1, self.size):
+                out = out + full[:, i : i + T] * weight[:, i]
+        return self._finish(out)
+
+    def _finish(self, out: Tensor) -> Tensor:
+        return self.activation(out if self.bias is None else out + self.bias.to(out.dtype))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.weight.shape[0]}, size={self.size}"
+
+
+class Shift(nn.Module):
+    """Data-dependent shift: ``y_t = a_t x_{t-1} + (1 - a_t) x_t``, ``a_t = sigmoid(w h_t)`` per head.
+
+    Source: Lin et al., 2025, FoX, section 3 and appendix A (KV-shift of the Pro block).
+    """
+
+    def __init__(self, hidden_size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.proj = nn.Linear(hidden_size, heads, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.proj.weight, std=0.02)
+
+    def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
+        """x ``[B, T, heads * dim]``, hidden ``[B, T, D]``; same shape as x out."""
+        a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
+        before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
+        shifted: Tensor = now.lerp(before, a).flatten(-2)
+        return shifted
+
+
+def as_built(layer: Any) -> bool:
+    """Whether kernels may stand for the parts of an attention layer: none was exchanged for another, or has hooks."""
+    kinds = {
+        "q_norm": HeadNorm, "k_norm": HeadNorm, "output_norm": HeadNorm, "k_shift": Shift, "v_shift": Shift,
+        "q_conv": ShortConvolution, "k_conv": ShortConvolution, "v_conv": ShortConvolution,
+    }  # fmt: skip
+    parts = {name: part for name in kinds if (part := getattr(layer, name)) is not None}
+    heard = any(part._forward_hooks or part._forward_pre_hooks for part in (*parts.values(), *layer.gate.modules()))
+    return not heard and all(type(part) is kinds[name] for name, part in parts.items())

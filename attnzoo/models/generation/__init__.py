@@ -1,0 +1,1 @@
+"""Generation for many sequences at once: the engine, its batch, requests, sampling and proposed tokens."""

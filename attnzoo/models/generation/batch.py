@@ -1,0 +1,233 @@
+"""A batch of sequences, what each layer remembers of them, and one step of the whole model; on a GPU one CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.algebra.pruning import Evict
+from attnzoo.forms.caches.device_memory import GIB, check_room, size_of
+from attnzoo.forms.caches.inplace import Rows
+from attnzoo.layer.inplace import FixedCache
+from attnzoo.models.decoder import DecoderBlock, LanguageModel
+from attnzoo.models.generation.fused import Product
+from attnzoo.models.generation.fused import fuse as fused
+from attnzoo.models.generation.proposals import Proposals
+from attnzoo.models.generation.request import Request
+from attnzoo.models.generation.sampling import GREEDY, Samplers
+
+
+class Batch:
+    """Sequences side by side, on tensors that stay where they are.
+
+    Args:
+        model: in evaluation mode.
+        size: B, how many rows there are.
+        max_tokens, evict, budget, compile, fuse: see :class:`~attnzoo.models.generation.engine.Generator`.
+        graph: whether a step is captured as a CUDA graph.
+
+    Attributes:
+        rows: which of them hold a sequence, and its length.
+        tokens: the last token of each row, ``[B]`` int64, which its caches have not seen.
+        proposals: what a step of several tokens checks.
+        torn: whether some layers have seen the tokens of a step and others have not; no step can follow then.
+
+    Raises:
+        ValueError: a variant that offers no memory of fixed size.
+        MemoryError: see :class:`~attnzoo.models.generation.engine.Generator`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        size: int,
+        max_tokens: int,
+        *,
+        evict: float | str | Evict | None,
+        budget: int | str | None,
+        graph: bool,
+        compile: bool,
+        fuse: bool,
+    ) -> None:
+        self.model, self.device = model, model.embedding.weight.device
+        self.evict, self.budget, self.graphed = evict, budget, graph
+        self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
+        self.rows = Rows.idle(size, self.device)
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
+        self.blocks, self.products = list(model.blocks), list[Product]()
+        self.caches = self._caches(max_tokens, fuse)
+        self.torn = False
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
+        self._places: list[int] = []
+        self._longest = 1  # tokens of a step for which there is room
+        if graph:
+            self._warm_up(GREEDY, 1, 2)
+
+    @torch.no_grad()
+    def _caches(self, max_tokens: int, fuse: bool) -> list[FixedCache]:
+        """One cache per layer, shaped as one token fills those of the model."""
+        like = self.model.new_cache(self.evict, self.budget)
+        one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
+        if fuse:
+            self.blocks, self.products = fused(self.blocks, one)
+        else:
+            one()
+        layers = list(zip(self.model.attentions(), like, strict=True))
+        meta = [FixedCache.of(layer, one, self.rows, max_tokens, "meta") for layer, one in layers]
+        beside = max(cache.workspace() for cache in meta)  # one layer after the other
+        size = len(self.rows.lengths)
+        what = f"caches of {size} sequences of {max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
+        check_room(_bytes(meta) + beside, self.device, what)
+        return [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
+
+    def bytes(self) -> int:
+        """Memory of the caches."""
+        return _bytes(self.caches)
+
+    def begin(self, row: int, request: Request) -> None:
+        """An idle row gets what the request begins with, and the token that follows it.
+
+        Raises:
+            MemoryError: there is no room for it now; the row is idle as before.
+        """
+        for product in self.products:
+            product.refresh()
+        self.samplers.set(row, request.sampling, self.model.config.vocab_size)
+        try:
+            if isinstance(request.start, Tensor):
+                cache = self.model.new_cache(self.evict, self.budget)
+                last = self.model.hidden(request.start[None], cache=cache)[:, -1]
+                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+            else:
+                assert request.start is not None
+                cache, self.tokens[row] = request.start
+            for fixed, filled in zip(self.caches, cache, strict=True):
+                fixed.admit(row, filled, request.length + request.max_new_tokens)
+        except BaseException:
+            for fixed in self.caches:
+                fixed.clear(row)
+            raise
+        self.rows.begin(row, request.length)
+        self._check_places()
+
+    def end(self, row: int) -> list[list[int] | None]:
+        """The row is idle again; by layer, how many keys each of its key heads had, None for a layer without keys."""
+        kept = [cache.memory.kept(row) for cache in self.caches]
+        for cache in self.caches:
+            cache.clear(row)
+        self.rows.end(row)
+        return kept
+
+    def step(self, rows: Sequence[int], needs: int) -> None:
+        """These rows, all that hold a sequence, get their next tokens.
+
+        Args:
+            needs: the most that one of them asks of its sampler.
+
+        Raises:
+            MemoryError: see :meth:`~attnzoo.models.generation.engine.Generator.step`.
+        """
+        self._advance(rows, needs)
+        for row in rows:
+            self.rows.lengths[row] += 1
+
+    def check(self, rows: Sequence[int], needs: int, tokens: int) -> tuple[list[int], list[list[int]]]:
+        """A step of several tokens of each row: its last one, and those that :attr:`proposals` were offered.
+
+        Returns:
+            By row, how many of the tokens drawn count, and the tokens drawn.
+
+        Raises:
+            MemoryError: as :meth:`step`.
+        """
+        if tokens > self._longest:
+            what = f"step that checks {tokens - 1} proposed tokens of each sequence"
+            check_room(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
+            self._longest = tokens
+        self.rows.tokens = tokens
+        try:
+            self._advance(rows, needs)
+            kept, drawn = self.proposals.kept.tolist(), self.proposals.drawn.tolist()
+            for cache in self.caches:
+                cache.keep_on_host(self.proposals.kept)
+        finally:
+            self.rows.tokens = 1
+        for row in rows:
+            self.rows.lengths[row] += kept[row]
+        return kept, drawn
+
+    def _advance(self, rows: Sequence[int], needs: int) -> None:
+        changed = [cache.ready(rows) for cache in self.caches]
+        if any(changed):
+            self._check_places()
+        if not self.graphed:
+            try:
+                self._forward(needs)
+            except BaseException:
+                self.torn = True
+                raise
+            return
+        key = needs, self.rows.tokens
+        if key not in self.graphs:
+            self.graphs[key] = self._captured(needs)
+        self.graphs[key].replay()
+
+    def _check_places(self) -> None:
+        """Forget the graphs if tensors have been replaced since they were captured."""
+        places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
+        if places != self._places:
+            self.graphs, self._places = {}, places
+
+    def _forward(self, needs: int) -> None:
+        """One step of the whole model; changes only tensors that stay where they are."""
+        T, tokens = self.rows.tokens, self.tokens[:, None]
+        x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
+        more = torch.zeros_like(x)
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            x, more = self._block(block, x, more, cache)
+        logits = self.model.head(self.model.norm(x + more))  # [B, T, vocab]
+        if T == 1:
+            self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
+            self.rows.length += self.rows.active
+            return
+        self.tokens.copy_(self.proposals.judge(logits, self.samplers, self.rows.active, needs))
+        for cache in self.caches:
+            cache.keep(self.proposals.kept)
+        self.rows.length += self.proposals.kept
+
+    def _warm_up(self, *needs: int) -> None:
+        """Compile what is compiled on its first call; the rows are idle for it, so nothing is lost."""
+        side, active, tokens = torch.cuda.Stream(self.device), self.rows.active.clone(), self.tokens.clone()
+        self.rows.active.zero_()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(side):
+            for each in needs:
+                self._forward(each)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self.rows.active.copy_(active)
+        self.tokens.copy_(tokens)
+
+    def _captured(self, needs: int) -> torch.cuda.CUDAGraph:
+        if self.rows.tokens > 1:
+            self._warm_up(needs)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward(needs)
+        return graph
+
+
+def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache) -> tuple[Tensor, Tensor]:
+    """A block after ``x + more``, as two that are still to be added."""
+    if block._forward_hooks or block._forward_pre_hooks:  # they are to see the sums
+        return block(x + more, cache=cache), torch.zeros_like(x)
+    return cast(DecoderBlock, block).apart(x, more, cache=cache)
+
+
+def _bytes(caches: Sequence[FixedCache]) -> int:
+    return sum(size_of(x) for cache in caches for x in cache.tensors())

@@ -1,0 +1,367 @@
+"""Generation at the speed of the device: a step of the whole model is one CUDA graph, and sequences come and go."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import Evict
+from attnzoo.errors import check_kinds
+from attnzoo.forms.caches.device_memory import size_of
+from attnzoo.kernels.common.launching import power_of_2
+from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.generation.batch import Batch
+from attnzoo.models.generation.proposals import Draft
+from attnzoo.models.generation.request import Drawn, Request, check_begun, whole_numbers
+from attnzoo.models.generation.sampling import Sampling
+
+logger = logging.getLogger(__name__)
+
+
+class Generator:
+    """Continues many sequences at a time, each as it would be alone.
+
+    All memory is taken at the start. A step draws one token of every sequence; on a GPU it is one CUDA graph. A new
+    sequence is prefilled by itself and joins the batch, a finished one leaves it.
+
+    Args:
+        model: put into evaluation mode. Its weights may change in place, and must stay where they are.
+        max_sequences: B, rows of the batch; further sequences wait until one leaves.
+        max_tokens: of the longest sequence, its prompt included.
+        check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
+            that late, and on a GPU one look later, so that it never waits.
+        evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
+            is taken as it is needed, and a growing pool of keys captures the graph anew. With "offload" they go to the
+            host's memory, and come back for a token that needs them; a step is no graph then.
+        budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
+            "96 KiB", the memory of its keys and values.
+        graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
+        compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
+        fuse: multiply what reads one input (q, k, v and gates; the two halves of the MLP) in one product, by copies of
+            these weights (:meth:`weight_bytes`). What changes in place counts from the next sequence on that joins.
+
+    Raises:
+        TypeError, ValueError: a model or numbers of another kind, or a variant that offers no memory of fixed size.
+        MemoryError: the caches or the copies do not fit into the device's memory; the message says how much they need.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_sequences: int,
+        max_tokens: int,
+        *,
+        check_every: int = 8,
+        evict: float | str | Evict | None = None,
+        budget: int | str | None = None,
+        graph: bool | None = None,
+        compile: bool = False,
+        fuse: bool = False,
+    ) -> None:
+        if not isinstance(model, LanguageModel):
+            raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
+        counts = {"max_sequences": max_sequences, "max_tokens": max_tokens, "check_every": check_every}
+        check_kinds(counts, dict.fromkeys(counts, "int"))
+        switches = {"graph": "bool | None", "compile": "bool", "fuse": "bool"}
+        check_kinds({"graph": graph, "compile": compile, "fuse": fuse}, switches)
+        for name, number in counts.items():
+            if number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        self.device = model.embedding.weight.device
+        if graph and self.device.type != "cuda":
+            raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
+        if evict is not None and Evict.of(evict).offload:
+            why = "which keys must come back from the host is known only within a step"
+            if graph:
+                raise ValueError(f"graph: expected None or False with evict='offload' ({why}), got True")
+            if self.device.type == "cuda":
+                logger.info("a step is no CUDA graph with evict='offload': %s", why)
+            graph = False
+        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        graphed = self.device.type == "cuda" if graph is None else graph
+        self.batch = Batch(
+            self.model, max_sequences, max_tokens, evict=evict, budget=budget, graph=graphed, compile=compile, fuse=fuse
+        )
+        self.waiting: deque[Request] = deque()
+        self.rows: list[Request | None] = [None] * max_sequences
+        self.requests: dict[int, Request] = {}
+        self._numbers = itertools.count()  # one that has ended may be taken out of `requests`
+        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
+        self._crowded = False  # there was no room for the next sequence, which still waits, and none has left since
+        self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
+
+    def bytes(self) -> int:
+        """Memory of the caches."""
+        return self.batch.bytes()
+
+    def weight_bytes(self) -> int:
+        """Memory of the copies of weights that ``fuse`` makes."""
+        return sum(size_of(product.weight) for product in self.batch.products)
+
+    def add(
+        self,
+        prompt: Tensor | Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Collection[int] = (),
+    ) -> int:
+        """Continue a sequence; it joins the batch at the next step at which a row is free.
+
+        Args:
+            prompt: its tokens, ``[T]`` integers.
+            max_new_tokens: at most so many follow.
+            temperature, top_k, top_p, seed: see :class:`~attnzoo.models.generation.sampling.Sampling`.
+            stop: tokens after which it ends.
+
+        Returns:
+            A number by which :meth:`step` and :meth:`run` call it.
+
+        Raises:
+            TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
+                number out of its range.
+        """
+        if not isinstance(prompt, Tensor):
+            prompt = torch.tensor(whole_numbers("prompt", prompt), dtype=torch.int64, device="cpu")
+        if prompt.ndim != 1:
+            raise ValueError(f"prompt: expected one sequence [T], got shape {list(prompt.shape)}")
+        self.model.check_tokens("prompt", prompt[None])
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        start = prompt.to(self.device, torch.int64, copy=True)  # as it is now
+        return self._wait(start, len(prompt), prompt.tolist(), max_new_tokens, sampling, stop)
+
+    def resume(
+        self, cache: list[LayerCache], token: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int] = ()
+    ) -> int:
+        """Continue a sequence that another loop has begun; see :meth:`add`.
+
+        Args:
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence without padding. It is
+                only read, when the sequence joins the batch; until then one in pages goes on by one call at most.
+            token: the one that follows, which ``cache`` has not seen.
+            sampling: of the tokens after it.
+
+        Raises:
+            TypeError, ValueError: a cache of another model or device, an empty one, or one of several sequences or with
+                padding; else as :meth:`add`.
+        """
+        check_begun(cache, self.model.attentions(), self.device)
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling: expected Sampling, got {type(sampling).__name__}")
+        self.model.check_tokens("token", torch.tensor([[token]], device="cpu"))
+        begun = [copy.copy(one) for one in cache]  # as they are now
+        return self._wait((begun, token), cache[0].tokens, [token], max_new_tokens, sampling, stop)
+
+    def _wait(
+        self, start: Any, length: int, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop: Collection[int]
+    ) -> int:
+        """A request takes its place among those that wait; its number."""
+        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        if length + max_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
+                f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
+            )
+        ends = frozenset(whole_numbers("stop", stop))
+        request = Request(next(self._numbers), start, length, prompt, max_new_tokens, sampling, ends)
+        self.requests[request.id] = request
+        self.waiting.append(request)
+        return request.id
+
+    @torch.no_grad()
+    def cancel(self, number: int) -> None:
+        """End a sequence before its time: it waits no longer, or leaves its row to another. Its known tokens stay.
+
+        Args:
+            number: as :meth:`add` gave it; a sequence that has ended stays as it is.
+
+        Raises:
+            ValueError: no such sequence.
+        """
+        if number not in self.requests:
+            raise ValueError(f"number: expected one that add or resume gave, got {number!r}")
+        request = self.requests[number]
+        if request.done:
+            return
+        request.done = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self._crowded = False
+        elif request in self.rows:
+            self._release(self.rows.index(request), request)
+
+    @torch.no_grad()
+    def step(self, draft: Draft | None = None) -> dict[int, list[int]]:
+        """Draw one token of every sequence in the batch, or with a draft the proposed ones that it draws too, and one.
+
+        Args:
+            draft: called with each :class:`~attnzoo.models.generation.request.Request`, of which all tokens are
+                known by then, gives up to 15 tokens that may follow. One step checks them all. The tokens are those
+                that would be drawn without it, whatever it proposes.
+
+        Returns:
+            The tokens that have become known since the last step that ended, by sequence. Without any left to draw, all
+            that were still on their way.
+
+        Raises:
+            TypeError, ValueError: proposed tokens that are none, or beyond the vocabulary; see :meth:`admit` too.
+            MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
+                come back from the host are brought within it: no further step can follow.
+            RuntimeError: an earlier step failed within.
+        """
+        self._step(draft)
+        known, self._known = self._known, {}
+        return known
+
+    def _step(self, draft: Draft | None) -> None:
+        if self.batch.torn:
+            raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
+        self.admit()
+        if draft is not None and self._speculate(draft):
+            return
+        running = self._running()
+        if running:
+            self.batch.step(*_asked(running))
+            self._note(running)
+        self._since += 1
+        if self._since >= self.check_every or not any(self.rows):
+            self._fetch(behind=self.device.type == "cuda" and any(self.rows))
+
+    @torch.no_grad()
+    def run(self, draft: Draft | None = None) -> dict[int, list[int]]:
+        """Draw until every sequence has ended; the tokens that followed each prompt since the last call that ended."""
+        while self._unfinished():
+            self._step(draft)
+        known, self._known = self._known, {}
+        return known
+
+    def stream(self, draft: Draft | None = None) -> Iterator[dict[int, list[int]]]:
+        """What the steps give, until every sequence has ended."""
+        while self._unfinished() or self._known:
+            new = self.step(draft)
+            if new:
+                yield new
+
+    def _unfinished(self) -> bool:
+        return bool(self.waiting or any(self.rows) or self._drawn or self._sent)
+
+    @torch.no_grad()
+    def admit(self) -> None:
+        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here.
+
+        One for which there is no memory now waits until another has left.
+
+        Raises:
+            MemoryError: there is none though no sequence is in the batch.
+            ValueError: a sequence cannot go on from its cache (see :meth:`resume`), and has ended.
+        """
+        for row, there in enumerate(self.rows):
+            if there is not None or not self.waiting or self._crowded:
+                continue
+            request = self.waiting[0]
+            try:
+                self.batch.begin(row, request)
+            except MemoryError as error:
+                if not self._running():
+                    raise
+                self._crowded = True
+                logger.info("sequence %d waits until another has left: %s", request.id, error)
+                return
+            except ValueError:  # as of a cache that has gone on too far: it will never be what it was
+                self.waiting.popleft().done = True
+                raise
+            self.waiting.popleft()  # not before: without room for it, it goes on waiting
+            start, request.start = request.start, None
+            self.rows[row], request.left = request, request.max_new_tokens
+            if isinstance(start, Tensor):
+                self._note([(row, request)])
+
+    def _note(self, running: list[tuple[int, Request]]) -> None:
+        """These rows of ``tokens`` are new; those that may draw no more leave."""
+        self._drawn.append((self.batch.tokens.clone(), running))
+        for row, request in running:
+            request.left -= 1
+            if not request.left:
+                self._release(row, request)
+
+    def _release(self, row: int, request: Request) -> None:
+        self.rows[row], request.read, self._crowded = None, self.batch.rows.lengths[row], False
+        request.kept = self.batch.end(row)
+
+    def _running(self) -> list[tuple[int, Request]]:
+        return [(row, request) for row, request in enumerate(self.rows) if request is not None]
+
+    def _speculate(self, draft: Draft) -> bool:
+        """A step that checks what ``draft`` proposes; False, and none, where that is nothing.
+
+        It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
+        """
+        self._fetch()
+        running = self._running()
+        most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
+        offered = {row: whole_numbers("draft", draft(request))[:most] for row, request in running} if most else {}
+        tokens = self.batch.proposals.offer(offered, self.model.config.vocab_size)
+        if tokens == 1:
+            return False
+        kept, drawn = self.batch.check(*_asked(running), power_of_2(tokens))
+        for row, request in running:
+            request.left -= kept[row]
+            for token in drawn[row][: kept[row]]:
+                self._hand_out(row, request, token)
+        return True
+
+    def _fetch(self, behind: bool = False) -> None:
+        """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
+        self._since = 0
+        self._send()
+        while len(self._sent) > behind:
+            self._receive(self._sent.popleft())
+
+    def _send(self) -> None:
+        """Start to copy the tokens drawn to the host."""
+        if not self._drawn:
+            return
+        tokens, rows = zip(*self._drawn, strict=True)
+        self._drawn, values, arrived = [], torch.stack(tokens), None
+        if values.is_cuda:
+            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+            values = there.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._sent.append(Drawn(values, list(rows), arrived))
+
+    def _receive(self, drawn: Drawn) -> None:
+        """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
+        if drawn.arrived is not None:
+            drawn.arrived.synchronize()
+        for values, rows in zip(drawn.values.tolist(), drawn.rows, strict=True):
+            for row, request in rows:
+                self._hand_out(row, request, values[row])
+
+    def _hand_out(self, row: int, request: Request, token: int) -> None:
+        if request.done:
+            return
+        request.tokens.append(token)
+        self._known.setdefault(request.id, []).append(token)
+        request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
+        if request.done and self.rows[row] is request:
+            self._release(row, request)
+
+
+def _asked(running: list[tuple[int, Request]]) -> tuple[list[int], int]:
+    """Their rows, and the most that one of them needs of its sampler."""
+    return [row for row, _ in running], max(request.sampling.needs for _, request in running)

@@ -1,0 +1,120 @@
+"""Linear maps of one input as one product, for steps of few rows, whose time is that of reading the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.precision import GateLinear
+
+
+class Product:
+    """The weights of several linear maps, one above the other: a copy.
+
+    Args:
+        maps: in the order in which they are called.
+    """
+
+    def __init__(self, maps: Sequence[nn.Linear]) -> None:
+        self.maps, self.sizes = list(maps), [one.out_features for one in maps]
+        self.weight = torch.cat([one.weight.detach() for one in maps])  # [sum of outputs, D]
+        self.given: tuple[Tensor, ...] = ()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over weights that have been changed in place; torch counts no changes that are made by their `data`."""
+        for rows, one in zip(self.weight.split(self.sizes), self.maps, strict=True):
+            rows.copy_(one.weight)
+
+
+class Part(nn.Module):
+    """Stands for one map of a product; the first of them multiplies for all.
+
+    Args:
+        product: of several maps.
+        place: its own.
+    """
+
+    def __init__(self, product: Product, place: int) -> None:
+        super().__init__()
+        self.product, self.place, self.bias = product, place, product.maps[place].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., outputs]."""
+        y = self.unbiased(x)
+        return y if self.bias is None else y + self.bias
+
+    def unbiased(self, x: Tensor) -> Tensor:
+        """Without its bias."""
+        if self.place == 0:
+            self.product.given = F.linear(x, self.product.weight).split(self.product.sizes, -1)
+        return self.product.given[self.place]
+
+
+def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.Module], list[Product]]:
+    """Blocks with the same parameters in which maps of one input are one product, and these products.
+
+    Args:
+        blocks: stay as they are.
+        run: calls each of them once, as their steps do.
+
+    Raises:
+        MemoryError: the copies of the weights do not fit into the memory of the device.
+    """
+    groups = _of_one_input(blocks, run)
+    needed = sum(size_of(one.weight) for maps in groups for one in maps)
+    check_room(needed, next(blocks[0].parameters()).device, "weights one above the other")
+    products = [Product(maps) for maps in groups]
+    parts: dict[nn.Module, nn.Module] = {
+        one: Part(product, place) for product in products for place, one in enumerate(product.maps)
+    }
+    return [_twin(block, parts) for block in blocks], products
+
+
+def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[nn.Linear]]:
+    """Linear maps that read one and the same tensor while ``run`` calls them, in that order.
+
+    Maps of another class (quantised ones), with hooks, with sharded weights, and those called twice are left out.
+    """
+    seen: list[tuple[Tensor, list[nn.Linear]]] = []
+
+    def note(one: nn.Module, given: tuple[Tensor]) -> None:
+        maps = next((maps for x, maps in seen if x is given[0]), None)
+        if maps is None:
+            seen.append((given[0], maps := []))
+        maps.append(cast(nn.Linear, one))
+
+    hooks = []
+    for one in {module for block in blocks for module in block.modules()}:
+        plain = type(one) in (nn.Linear, GateLinear) and type(one.weight) is nn.Parameter
+        if plain and not one._forward_hooks and not one._forward_pre_hooks:
+            hooks.append(one.register_forward_pre_hook(note))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    calls = Counter(one for _, maps in seen for one in maps)
+    groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+    for place, (_, maps) in enumerate(seen):
+        for one in maps:
+            if calls[one] == 1:
+                groups.setdefault((place, one.weight.dtype), []).append(one)
+    return [maps for maps in groups.values() if len(maps) > 1]
+
+
+def _twin(module: nn.Module, parts: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """``module`` with the same parameters, and ``parts`` in their places."""
+    if module in parts:
+        return parts[module]
+    twin = copy.copy(module)
+    children = {name: None if child is None else _twin(child, parts) for name, child in module._modules.items()}
+    twin._modules = children
+    return twin

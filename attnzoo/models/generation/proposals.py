@@ -1,0 +1,150 @@
+"""Tokens that something cheaper than the model proposes, checked several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import check_kinds
+from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.generation.request import Request
+from attnzoo.models.generation.sampling import Samplers
+
+Draft = Callable[[Request], Sequence[int]]  # what may follow a sequence's tokens so far
+
+
+@dataclass(eq=False)
+class Proposals:
+    """What is proposed for each row of a batch, and what was found of it; all tensors stay where they are.
+
+    Args:
+        given: tokens that may follow, ``[B, 15]`` int64.
+        counts: how many of them there are, ``[B]`` int64.
+        drawn: what the model draws after each of them, and before the first, ``[B, 16]`` int64.
+        kept: tokens of the step that count: the last known one and those that were drawn as proposed, ``[B]`` int64.
+    """
+
+    given: Tensor
+    counts: Tensor
+    drawn: Tensor
+    kept: Tensor
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Proposals:
+        given, drawn = torch.zeros(2, rows, MOST_ROWS, dtype=torch.int64, device=device)
+        return Proposals(given[:, 1:].contiguous(), drawn[:, 0] * 0, drawn, drawn[:, 0] * 0)
+
+    def offer(self, offered: Mapping[int, Sequence[int]], vocabulary: int) -> int:
+        """Note them, by row; how many tokens a step takes that checks them, with the last known one.
+
+        Raises:
+            ValueError: tokens beyond the vocabulary.
+        """
+        longest = max(map(len, offered.values()), default=0)
+        given, counts = (
+            torch.zeros(self.given.shape, dtype=torch.int64, device="cpu"),
+            torch.zeros(len(self.counts), dtype=torch.int64, device="cpu"),
+        )
+        for row, tokens in offered.items():
+            wrong = [token for token in tokens if not 0 <= token < vocabulary]
+            if wrong:
+                raise ValueError(f"draft: expected tokens from 0 to {vocabulary - 1}, got {wrong[0]}")
+            counts[row] = len(tokens)
+            given[row, : len(tokens)] = given.new_tensor(list(tokens))
+        self.given.copy_(given)
+        self.counts.copy_(counts)
+        return 1 + longest
+
+    def judge(self, logits: Tensor, samplers: Samplers, active: Tensor, needs: int) -> Tensor:
+        """Draw after each token as if it were there, and keep those that agree; the last token drawn of each row.
+
+        A draw depends on the sequence, its seed and how many were drawn before. So what is kept is what would have
+        been drawn without proposals, and no distribution is changed.
+
+        Args:
+            logits: ``[B, T, vocab]``.
+            active: 1 for rows that hold a sequence, ``[B]``.
+            needs: see :meth:`Samplers.draw`.
+        """
+        T = logits.shape[1]
+        drawn = torch.stack([samplers.draw(logits[:, t], needs) for t in range(T)], 1)
+        number = torch.arange(T - 1, device=drawn.device)
+        agrees = (drawn[:, :-1] == self.given[:, : T - 1]) & (number < self.counts[:, None])
+        accepted = agrees.long().cumprod(1).sum(1)
+        self.kept.copy_((accepted + 1) * active)
+        self.drawn[:, :T] = drawn
+        samplers.drawn += self.kept - T
+        return drawn.gather(1, accepted[:, None])[:, 0]
+
+
+def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
+    """Proposes what followed the last ``ngram`` tokens, or fewer, where they stood before: for texts that repeat.
+
+    Args:
+        tokens: at most so many are proposed.
+        ngram: the longest piece that is looked for; the latest place of the longest one counts.
+
+    Raises:
+        TypeError, ValueError: no whole number, or one below 1.
+
+    Source: Saxena, "Prompt Lookup Decoding", 2023.
+    """
+    _check_counts(tokens=tokens, ngram=ngram)
+
+    def draft(request: Request) -> list[int]:
+        known = [*request.prompt, *request.tokens]
+        for n in range(min(ngram, len(known) - 1), 0, -1):
+            for start in range(len(known) - n - 1, -1, -1):
+                if known[start : start + n] == known[-n:]:
+                    return known[start + n : start + n + tokens]
+        return []
+
+    return draft
+
+
+def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
+    """Proposes what a smaller model holds for the likeliest, with a cache of its own for each sequence.
+
+    Args:
+        model: with the tokens of the larger one, in evaluation mode.
+        tokens: so many are proposed.
+
+    Raises:
+        TypeError, ValueError: another model, no whole number, or one below 1.
+    """
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
+    _check_counts(tokens=tokens)
+    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def draft(request: Request) -> list[int]:
+        known = [*request.prompt, *request.tokens]
+        cache, seen, last = caches.get(request) or (model.new_cache(), 0, [])
+        if seen == len(known):  # the step that asked before has failed
+            return last
+        step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
+        likeliest = model.head(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
+        caches[request] = cache, len(known), []
+        ahead, found = [copy(layer) for layer in cache], [likeliest]
+        for _ in range(tokens - 1):
+            found.append(model.head(model.hidden(found[-1], cache=ahead)).argmax(-1))
+        proposed: list[int] = torch.cat(found, 1)[0].tolist()
+        caches[request] = cache, len(known), proposed
+        return proposed
+
+    return draft
+
+
+def _check_counts(**counts: int) -> None:
+    check_kinds(counts, dict.fromkeys(counts, "int"))
+    for name, number in counts.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")

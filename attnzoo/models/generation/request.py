@@ -1,0 +1,99 @@
+"""The sequences of a generator, and their tokens on the way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.generation.sampling import Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence of a :class:`Generator`.
+
+    Args:
+        id: what :meth:`Generator.add` gave.
+        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
+            None once it is in the batch.
+        length: how many tokens that is, the one that follows not among them.
+        prompt: its tokens, or the one that follows the caches.
+        max_new_tokens: how many may follow.
+        sampling: how they are drawn.
+        stop: tokens that end it.
+        tokens: those that followed and are known, the one that ended it among them.
+        left: steps before the last of them is drawn.
+        done: whether all that there will be are known.
+        read: how many tokens its caches had seen in the end.
+        kept: by layer, how many keys each of its key heads had then; None for a layer without keys.
+    """
+
+    id: int
+    start: Tensor | tuple[list[LayerCache], int] | None
+    length: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    left: int = 0
+    done: bool = False
+    read: int = 0
+    kept: list[list[int] | None] = field(default_factory=list)
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """``values`` as integers: of Python, of numpy or tensors.
+
+    Raises:
+        TypeError: others, named ``name``.
+    """
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}")
+    found: list[int] = []
+    for value in values:
+        try:
+            found.append(index(value))
+        except TypeError:
+            raise TypeError(f"{name}: expected whole numbers, got {value!r}") from None
+    return found
+
+
+def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -> None:
+    """``cache`` is what ``layers`` remember of the beginning of one sequence.
+
+    Raises:
+        TypeError, ValueError: it is not; see :meth:`Generator.resume`.
+    """
+    if not isinstance(cache, list) or not all(isinstance(one, LayerCache) for one in cache):
+        raise TypeError(f"cache: expected a list of LayerCache, as new_cache() gives it, got {type(cache).__name__}")
+    if len(cache) != len(layers):
+        raise ValueError(f"cache: expected what {len(layers)} layers remember, got {len(cache)}")
+    for one, layer in zip(cache, layers, strict=True):
+        if one.owner is not None and one.owner() is not layer:
+            raise ValueError("cache: expected what new_cache() of this very model gave, got that of another")
+        if one.seen is None or one.tokens != cache[0].tokens:
+            counts = sorted({other.tokens for other in cache})
+            raise ValueError(f"cache: expected the same tokens in each layer, at least one, got {counts} tokens")
+        if len(one.seen) != 1:
+            raise ValueError(f"cache: expected one sequence, got {len(one.seen)}")
+        if one.seen.device != device:
+            raise ValueError(f"cache: expected it on {device}, as the model is, got {one.seen.device}")
+    there = int(min(one.seen for one in cache if one.seen is not None))
+    if there < cache[0].tokens:
+        raise ValueError(f"cache: expected a sequence without padding, got {there} of {cache[0].tokens} tokens")
+
+
+@dataclass(eq=False)
+class Drawn:
+    """Tokens on their way to the host: which request each row of each step belongs to."""
+
+    values: Tensor  # [steps, B]
+    rows: list[list[tuple[int, Request]]]
+    arrived: torch.cuda.Event | None

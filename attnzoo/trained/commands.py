@@ -1,0 +1,207 @@
+"""``attnzoo extend``, ``generate``, ``export`` and ``import``: what is done with a model that was trained."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attnzoo.data.command import PATH, to_option
+
+if TYPE_CHECKING:
+    from attnzoo.training.config import TrainConfig
+
+processes_option = click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Processes on this machine: one for each GPU, or some that share a CPU.",
+)  # fmt: skip
+
+
+def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) -> TrainConfig:
+    """A run's own configuration, for the folder that it is in, though the run began elsewhere or was moved since.
+
+    Args:
+        config: as read.
+        path: of the file that it was read from; anything else is none.
+        overrides: `key=value` each, `output_dir` perhaps among them, which then counts.
+    """
+    given = any(override.startswith("output_dir=") for override in overrides)
+    if given or not isinstance(path, Path) or path.name != "config.yaml":
+        return config
+    moved = (path.parent / "checkpoints").is_dir() and path.parent.resolve() != Path(config.output_dir).resolve()
+    return replace(config, output_dir=str(path.parent)) if moved else config
+
+
+def train_by(processes: int, config: TrainConfig, *words: str) -> None:
+    """Train in this process, or start several that do it.
+
+    Args:
+        processes: how many.
+        config: of the run.
+        words: of the command that each of several is to run, after `attnzoo`.
+
+    Raises:
+        ValueError: processes that cannot be, or that the batch does not divide among; and as `train`.
+        LaunchError: one of several failed.
+    """
+    from attnzoo.training import train
+    from attnzoo.training.launch import check_processes, end_with_launcher, launch
+
+    if processes > 1:
+        check_processes(processes, config.device)
+        config.rows_per_part(processes)
+        return launch([sys.executable, "-m", "attnzoo", *words], processes)
+    end_with_launcher()
+    first = os.environ.get("RANK", "0") == "0"
+    if not first:  # what is said to all is said once
+        logging.getLogger("attnzoo").setLevel(logging.ERROR)
+    folder = train(config)
+    if first:
+        click.echo(f"run: {folder}")
+
+
+def number_or_text(kind: type) -> Callable[[str], Any]:
+    """An option that is a number or a text; what reads it says which of them there are."""
+
+    def read(given: str) -> Any:
+        with suppress(ValueError):
+            return kind(given)
+        return given
+
+    return read
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "cosine"]),
+    required=True,
+    help="Learning rate from here: level, or a new cosine to 0.",
+)
+@click.option("--lr", type=float, help="Learning rate to go on with; needed where a cosine has ended.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates of rising to --lr; as at first if not given.")
+@processes_option
+def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None, processes: int) -> None:
+    """Train a run for longer than its configuration says.
+
+    RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
+    command, or `attnzoo train RUN/config.yaml`, resumes it.
+    """
+    from attnzoo.training import extend as extended
+
+    words = ["extend", str(run), f"--steps={steps}", f"--schedule={schedule}"]
+    words += [] if lr is None else [f"--lr={lr!r}"]
+    words += [] if warmup_steps is None else [f"--warmup-steps={warmup_steps}"]
+    train_by(processes, extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps), *words)
+
+
+@click.command()
+@click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Generate at most so many tokens."
+)
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample among the k likeliest.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest that sum to this."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the samples.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
+@click.option(
+    "--evict",
+    type=number_or_text(float),
+    metavar="EPS",
+    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
+    "memory, and come back for a token that needs them.",
+)
+@click.option(
+    "--budget",
+    type=number_or_text(int),
+    metavar="TOKENS|SIZE",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
+)
+def generate(
+    source: Path,
+    prompt: str,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    evict: float | str | None,
+    budget: int | str | None,
+    device: str,
+    dtype: str | None,
+    **sampling: Any,
+) -> None:
+    """Continue a text.
+
+    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
+    drawn; speed, memory and the keys that each head kept to standard error, also where it is interrupted.
+    """
+    import torch
+
+    from attnzoo.trained.continuation import Continuation, load_text_model
+    from attnzoo.trained.model import device_named
+
+    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling, stop)
+    click.echo(prompt, nl=False)
+    interrupted = None
+    try:
+        with closing(iter(continuation)) as texts:
+            for text in filter(None, texts):
+                click.echo(text, nl=False)
+    except KeyboardInterrupt as error:
+        interrupted = error
+    click.echo()
+    for line in continuation.summary():
+        click.echo(line, err=True)
+    if interrupted:
+        raise interrupted
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@to_option
+def export(run: Path, folder: Path) -> None:
+    """Write a run as a model folder of Hugging Face.
+
+    `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
+    """
+    from attnzoo.training.exchange import export_run
+
+    click.echo(f"model: {export_run(run, folder)}")
+
+
+@click.command("import")
+@click.argument("source", metavar="FOLDER", type=PATH)
+@to_option
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
+)
+def import_(source: Path, folder: Path, dtype: str | None) -> None:
+    """Write another library's model as one of attnzoo.
+
+    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Mamba-2), of
+    flash-linear-attention, or of the Forgetting Transformer's authors, as `save_pretrained` writes it. The folder
+    written also holds train.yaml, which trains on from it.
+    """
+    import torch
+
+    from attnzoo.training.exchange import import_model
+
+    for note in import_model(source, folder, getattr(torch, dtype) if dtype else None):
+        click.echo(note)
+    click.echo(f"model: {folder}")

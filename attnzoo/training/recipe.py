@@ -1,0 +1,298 @@
+"""Typed configuration, read from YAML with `key=value` overrides.
+
+A config is a plain dataclass; OmegaConf converts the values, and what it cannot place is refused here with
+the nearest valid name. `load_config` serves any dataclass, so that other commands can nest `TrainConfig` in
+their own schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import typing
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
+
+from attnzoo.data.config import DataConfig, WeightedSource
+from attnzoo.errors import unknown
+from attnzoo.models.config import LayerSpec, ModelConfig
+from attnzoo.settings import check_numbers
+from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig, TrainConfig
+
+__all__ = [
+    "DataConfig",
+    "Extension",
+    "ForgettingConfig",
+    "LayerSpec",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TrainConfig",
+    "WeightedSource",
+    "config_differences",
+    "load_config",
+    "save_config",
+    "to_yaml",
+]
+T = TypeVar("T")
+KINDS = {  # of values that a file can hold
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+@overload
+def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> TrainConfig: ...
+@overload
+def load_config(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], schema: type[T]) -> T: ...
+def load_config(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig
+) -> Any:
+    """Read a YAML file, apply overrides, and make a config dataclass of it.
+
+    Args:
+        path: the file, or its keys and values already read; None for the defaults.
+        overrides: `key=value` each: keys are dotted (`model.hidden_size=64`), values are YAML
+            (`model.attention=[fox,mamba2]`).
+        schema: the dataclass.
+
+    Returns:
+        A `schema`, with every field checked.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TypeError: no path and no mapping, or overrides that are one text.
+        ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit or is missing
+            (`???`), or YAML that cannot be read or is empty.
+    """
+    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(path, str | Path | Mapping | None):
+        raise TypeError(f"path: expected a file, a mapping or None, got {path!r}")
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list of key=value, got the text {overrides!r}")
+    layers = []
+    if isinstance(path, Mapping):
+        layers.append(("the settings given", "", OmegaConf.create(dict(path))))
+    elif path is not None:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no configuration file {str(path)!r}")
+        layers.append((str(path), "", _read_yaml(Path(path), schema)))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not key or not equals:
+            raise ValueError(f"override {override!r}: expected key=value")
+        try:
+            check_numbers(override.partition("=")[2], f"override {override!r}")
+            _check_texts(override.partition("=")[2], _type_at(schema, key), f"override {override!r}")
+            layers.append((f"override {override!r}", key, OmegaConf.from_dotlist([override])))
+        except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+            value = override.partition("=")[2]
+            quoted = key + '="' + value + '"'
+            hint = f"; as a text, it needs quotes: '{quoted}'" if value[:1] in tuple("*&!%@`") else ""
+            raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
+
+    merged = OmegaConf.structured(schema)
+    for origin, key, layer in layers:
+        try:
+            missing = ", ".join(sorted(OmegaConf.missing_keys(layer)))
+            if missing:
+                raise ValueError(f"{missing}: ??? stands for a value that is missing; give one or leave it out")
+            given = cast(dict[str, Any], OmegaConf.to_container(layer))
+            _check_keys(given, schema)
+            _empty_mappings(merged, given, schema, key.split("."))
+            _replace_other_kinds(merged, layer)
+            merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
+        except OmegaConfBaseException as error:
+            raise ValueError(_value_error(error)) from error
+        except TypeError as error:  # a list for a mapping, which OmegaConf says without a key
+            raise ValueError(f"{origin}: {_first_line(error)}") from error
+    try:
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(_value_error(error)) from error
+    except ValueError as error:  # a section names its own field alone
+        raise ValueError(f"{_section(merged, str(error))}{error}") from error
+
+
+def _read_yaml(path: Path, schema: type[Any]) -> Any:
+    """A file's keys and values as OmegaConf holds them."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        if yaml.safe_load(text) is None:
+            raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
+        check_numbers(text, str(path))
+        _check_texts(text, schema, str(path))
+        layer = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as YAML: {error}") from error
+    except OSError:  # what OmegaConf says of a single number
+        layer = None
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{path}: expected a mapping of keys to values at the top")
+    return layer
+
+
+def _replace_other_kinds(merged: Any, layer: Any) -> None:
+    """Put a list in the place of a mapping, or the reverse, where both may stand; OmegaConf merges neither."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    there = dict(merged.items_ex(resolve=False))
+    for key, new in layer.items_ex(resolve=False):
+        old = there.get(key)
+        if OmegaConf.is_dict(old) and OmegaConf.is_dict(new):
+            _replace_other_kinds(old, new)
+        elif OmegaConf.is_config(old) and OmegaConf.is_config(new) and OmegaConf.is_dict(old) != OmegaConf.is_dict(new):
+            with suppress(OmegaConfBaseException):  # where only one may stand, merging says so
+                merged[key] = new
+
+
+def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], path: Sequence[str]) -> None:
+    """Empty the free mappings that are given whole, which OmegaConf would merge with what is there.
+
+    Args:
+        path: of an override's dotted key; a mapping that it leads into is not given whole.
+    """
+    types, there = typing.get_type_hints(schema), dict(merged.items_ex(resolve=False))
+    for key, value in given.items():
+        inner = path[1:] if path[:1] == [key] else []
+        if not isinstance(value, Mapping) or not isinstance(there.get(key), MutableMapping):
+            continue
+        if dataclasses.is_dataclass(types[key]):
+            _empty_mappings(there[key], value, cast(type[Any], types[key]), inner)
+        elif not inner:
+            merged[key] = {}
+
+
+def _type_at(schema: Any, key: str) -> Any:
+    """What the schema says of a dotted key; None inside of a free mapping, and of a key that it lacks."""
+    for name in key.split("."):
+        schema = typing.get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+    return schema
+
+
+def _check_texts(text: str, schema: Any, origin: str) -> None:
+    """Raise ValueError where the schema wants a text and YAML reads what is written as something else: 1.10 as 1.1."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    for said in _texts(yaml.compose(text, Loader=yaml.SafeLoader), schema):
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={said}"]))["text"]  # type: ignore[index,call-overload]
+        if not isinstance(read, str | None) and str(read) != said:
+            raise ValueError(f'{origin}: {said} would be read as {read}; as a text, it needs quotes: "{said}"')
+
+
+def _texts(node: Any, schema: Any) -> Iterator[str]:
+    """The values without quotes in a YAML node for which the schema wants a text."""
+    types = typing.get_args(schema)
+    if node is None:
+        return
+    if dataclasses.is_dataclass(schema) and node.id == "mapping":
+        fields = typing.get_type_hints(schema)
+        for key, value in node.value:
+            yield from _texts(value, fields.get(key.value))
+    elif typing.get_origin(schema) is list and node.id == "sequence":
+        for item in node.value:
+            yield from _texts(item, types[0])
+    elif (schema is str or types == (str, type(None))) and node.id == "scalar" and node.style is None:
+        yield node.value
+
+
+def save_config(config: Any, path: str | Path) -> None:
+    """Write a config dataclass as YAML that `load_config` reads back to an equal one."""
+    Path(path).write_text(to_yaml(config), encoding="utf-8")
+
+
+def to_yaml(config: Any) -> str:
+    """A config dataclass as YAML text."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def config_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two configs differ, with their (old, new) values as a file would hold them."""
+    from omegaconf import OmegaConf
+
+    before, after = (dict(_flatten(OmegaConf.to_container(OmegaConf.structured(config)))) for config in (old, new))
+    keys = dict.fromkeys([*before, *after])
+    pairs = {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
+    """Refuse keys that the schema lacks; the rest is left to OmegaConf's own conversion."""
+    types = typing.get_type_hints(schema)
+    for key, value in given.items():
+        if key not in types:
+            known = [f"{prefix}{name}" for name in types]
+            raise unknown("configuration key", f"{prefix}{key}", known)
+        if dataclasses.is_dataclass(types[key]):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{prefix}{key}: expected a mapping of keys to values, got {value!r}")
+            _check_keys(value, cast(type[Any], types[key]), f"{prefix}{key}.")
+        entry = (*typing.get_args(types[key]), None)[0]
+        if typing.get_origin(types[key]) is list and dataclasses.is_dataclass(entry):
+            if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+                raise ValueError(f"{prefix}{key}: expected a list of mappings of keys to values, got {value!r}")
+            for number, item in enumerate(value):
+                _check_keys(item, cast(type[Any], entry), f"{prefix}{key}[{number}].")
+
+
+def _value_error(error: Exception) -> str:
+    """What is wrong with a value that OmegaConf refused: of the field's kind, where the field has one."""
+    key, name = getattr(error, "full_key", None), str(getattr(error, "key", None))
+    section = getattr(error, "object_type", None)
+    field = typing.get_type_hints(section).get(name) if dataclasses.is_dataclass(section) else None
+    kinds = (typing.get_origin(field) or field, *typing.get_args(field))  # int | None has int among its arguments
+    kind = next((KINDS[kind] for kind in kinds if kind in KINDS), None)
+    if kind is None:
+        return f"{key}: {_first_line(error)}" if key else _first_line(error)
+    empty = " or null" if type(None) in kinds else ""
+    return f"{key}: expected {kind}{empty}, got {getattr(error, 'value', None)!r}"
+
+
+def _section(config: Any, said: str) -> str:
+    """The section, such as "data.", whose field a message begins with; "" where it begins with none of a section."""
+    from omegaconf import OmegaConf
+
+    for key in config:
+        kind = OmegaConf.get_type(config, key)
+        if not dataclasses.is_dataclass(kind) or config[key] is None:
+            continue
+        try:
+            OmegaConf.to_object(config[key])
+        except ValueError as error:
+            if str(error) != said:
+                continue
+            inner = _section(config[key], said)
+            own = said.partition(":")[0] in (field.name for field in dataclasses.fields(kind))
+            return f"{key}.{inner}" if inner or own else ""
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,1 @@
+"""Softmax attention over levels of keys, shared by PaTH and Wall."""

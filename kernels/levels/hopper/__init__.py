@@ -1,0 +1,1 @@
+"""Attention over levels on Hopper, in Gluon."""

@@ -1,0 +1,143 @@
+"""Which kernels, tiles and features one call of ``path_attention`` runs on is decided here, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+
+from attnzoo.kernels.common import tiles as tile_sizes
+from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
+
+from .layout import BLOCK, level_count
+
+# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
+_HOPPER: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3, tma=True, heads=8)},
+    "dq": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True), 128: Tiles(128, 64, 8, 3, tma=True, heads=8)},
+    "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8)},
+}
+# Where they differ with pruning, which leaves short rows.
+_HOPPER_PRUNED: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True)},
+    "dq": {128: Tiles(64, 64, 4, 2, tma=True, heads=8)},
+}
+# The Gluon forward (``hopper/forward.py``), pruned or not; num_warps are those of each of its two warpgroups.
+HOPPER_FORWARD = {64: Tiles(128, 128, 4, 3, tma=True, heads=8), 128: Tiles(128, 128, 4, 2, tma=True, heads=8)}
+# The Gluon backward.
+HOPPER_BACKWARD = Tiles(64, 128, 8, 2, tma=True, heads=2)
+# Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
+_SAFE: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    "dq": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
+}
+_FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
+_TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
+_SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()})
+# KiB of shared memory per program that the block kernels need in float32, at head dims over 64: by release, and with
+# others at most. In 16 bits all fits 99 KiB with these releases of Triton (``make test-versions``).
+_FLOAT32_BLOCKS, _FLOAT32_MOST = {(3, 7): 160}, 176
+_SMALL, _FITS = 163, ((3, 6), (3, 7), (3, 9))
+_FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
+_forced: dict[Kind, Tiles] = {}
+override = functools.partial(tile_sizes.override, _forced)
+
+
+class Call(NamedTuple):
+    """What a plan depends on besides the machine: T tokens, head dims K and V."""
+
+    T: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    decay_gradient: bool = False  # a backward pass will be asked for the gate's gradient
+    deterministic: bool = False
+    shortened: bool = False  # pruning or a window leaves short rows
+    described: bool = True  # descriptors can address v: 16-byte strides and addresses
+
+
+def plan(call: Call, machine: Machine) -> Plan:
+    """The plan of a call on a machine; equal arguments give equal plans.
+
+    A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
+    pair of blocks.
+
+    Raises:
+        ValueError: tiles that tests or sweeps force (``override``) do not fit.
+    """
+    return _plan(call._replace(T=0), level_count(call.T) > 0, machine, tuple(_forced.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+    size = 64 if max(call.K, call.V) <= 64 else 128
+    table = _SHORTENED if call.shortened else _TILES
+    sizes: dict[Kind, Tiles] = {kind: table.of(kind, size, call.dtype, machine) for kind in _SAFE}
+    sizes.update(forced)
+    for kind, t in forced:
+        if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
+            got = f"BT={t.BT}, BS={t.BS}"
+            raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got {got}")
+    kinds = dict(forced).keys()
+    gluon = not_gluon(machine, call.K, call.V, call.dtype)
+    levels = "" if leveled else "too few tokens for a level"
+    here = "" if call.described else "descriptors cannot address v (strides of 16 bytes)"
+    once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
+    once = once or ("tiles are forced" if {"dq", "dkdv"} & kinds else "")
+    forward = gluon or here or ("tiles are forced" if "fwd" in kinds else "")
+    forward = forward or ("" if call.K % 8 == 0 else "descriptors cannot address the carried queries")
+    why = (forward or once or here) if machine.hopper and not levels else ""
+    return Plan(
+        "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
+        call.decay_gradient and not once, tuple(sizes.items()), why,
+    )  # fmt: skip
+
+
+def blocks_in_gluon(K: int, dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether the block level of q and k in this dtype runs on its Gluon kernel."""
+    return dtype == torch.bfloat16 and not not_gluon(machine, K, K, dtype)
+
+
+def block_backward_at_once(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether one kernel makes all gradients of a block.
+
+    On other GPUs its values do not fit their registers. Nor quite with Triton 3.8 and 3.9, where it was not measured.
+    """
+    return dtype == torch.bfloat16 and machine.hopper and machine.triton < (3, 8)
+
+
+def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
+    """Why the kernels do not fit a GPU's shared memory, or ""."""
+    has = shared_memory(where.capability)
+    this = f"this GPU {where.capability} has {has} KiB of shared memory per program"
+    wide = _FLOAT32_BLOCKS.get(where.triton, _FLOAT32_MOST)
+    if head_dim > 64 and dtype == torch.float32 and has < wide:
+        return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {wide} KiB), {this}"
+    if head_dim <= 64 and dtype == torch.float32 and has < _FLOAT32_3_8 and where.triton == (3, 8):
+        return (
+            f"expected bfloat16 or float16, or another Triton than 3.8 (float32 needs {_FLOAT32_3_8} KiB there), {this}"
+        )
+    if head_dim > 64 and has < _SMALL and where.triton not in _FITS:
+        *fits, got = (f"{major}.{minor}" for major, minor in (*_FITS, where.triton))
+        return f"expected Triton {', '.join(fits)} for head dims over 64, got {got}: {this}"
+    return ""
+
+
+def one_pass_tiles(shortened: bool) -> Tiles:
+    """Tiles of the one-pass backward; where pruning leaves heads of different lengths, more of them at a time."""
+    return dataclasses.replace(HOPPER_BACKWARD, heads=8) if shortened else HOPPER_BACKWARD
+
+
+def pair_warps(rep: int, head_dim: int) -> int:
+    """Warps of a program of the own pair of blocks, which adds up what ``rep`` query heads that share keys give."""
+    return 8 if rep > 1 and head_dim > 64 else 4
+
+
+def pair_width(t: Tiles, head_dim: int) -> int:
+    """Keys per tile within the own pair of blocks, where diag takes registers besides."""
+    return min(t.BS, 32) if head_dim > 64 else t.BS

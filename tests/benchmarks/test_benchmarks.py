@@ -1,0 +1,367 @@
+"""`attnzoo bench`: what a machine without a GPU can measure, what it is told, and how results are written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from attnzoo import cli, list_variants
+from attnzoo.benchmarks import generate, measure
+from attnzoo.benchmarks.train import trained_gates
+from attnzoo.config import load_config
+from attnzoo.experiments.builtin import find_config
+from attnzoo.forms.backends import fla
+from attnzoo.models import LanguageModel
+from attnzoo.training.exchange import start_from
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "benchmarks/results"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", *arguments])
+
+
+def test_cpu_times_every_linear_variant_and_fox() -> None:
+    ran = run("cpu", "--length", "8", "--repeats", "1")
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("|")[1].strip() for line in ran.output.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row in list_variants()] == [*list_variants("linear")]
+    assert [row for row in rows if row.startswith("mean decay")]
+
+
+def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(tmp_path: Path) -> None:
+    small = [
+        "batch_size=1",
+        "model.hidden_size=32",
+        "data.context_length=16",
+        "model.attention=[mamba2,{name: fox, options: {acp: true}}]",
+        "steps=8",  # of a run that goes on for longer than planned
+        "optimizer.warmup_steps=2",
+        "optimizer.extensions=[{after: 4, planned: 4, schedule: constant, lr: 1e-3, warmup_steps: 3}]",
+    ]
+    ran = run(
+        "train",
+        "tiny",
+        *small,
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--repeats",
+        "2",
+        "--out",
+        "speed",
+        "--trained-gates",
+    )
+    assert ran.exit_code == 0, ran.output
+    assert [path.name for path in tmp_path.iterdir()] == ["speed"]
+    result = json.loads((tmp_path / "speed/results.json").read_text())
+    assert len(result["tokens_per_second"]) == 2
+    assert result["attention"] == ["mamba2", "fox"]
+    assert result["ms_per_step"] == pytest.approx(16e3 / torch.tensor(result["tokens_per_second"]).quantile(0.5).item())
+    assert result["peak_GiB"] is None
+    assert result["blocks_kept"] == 1.0  # a context of one block
+    assert "| - | 1.000 | - | - |" in ran.output
+    assert "| 1 mamba2, 1 fox |" in (tmp_path / "speed/results.md").read_text()
+    assert "| 1 mamba2, 1 fox |" in ran.output
+
+
+def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
+    texts = [path.read_text() for path in DOCS.rglob("*.md")]
+    commands = [words for text in texts for words in re.findall(r"attnzoo bench train (\w[^`#\n]*=[^`#\n]*)", text)]
+    assert len(commands) >= 2
+    for name, *overrides in map(shlex.split, commands):
+        given = [word for word in overrides if "=" in word]
+        load_config(find_config(name, "train"), given).rows_per_part(1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["train", "tiny"]]
+)
+def test_without_a_gpu_the_kernels_are_refused_in_a_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = run(*arguments)
+    assert ran.exit_code != 0
+    assert f"bench {arguments[0]}: expected a CUDA GPU, found none; " in ran.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["fox", "--shapes", "2,24,16384"], "expected four whole numbers above 0, B,H,T,K, got '2,24,16384'"),
+        (["path", "--shapes", "2,24,-4,64"], "'2,24,-4,64'"),
+        (["wall", "--rep", "0"], "--rep"),
+        (["fox", "--seconds", "0"], "--seconds"),
+        (["decode", "--official", "missing.py"], "missing.py"),
+        (["cpu", "--length", "0"], "--length"),
+        (["train"], "CONFIG"),
+        (["train", "tiny", "--device", "tpu"], "'tpu'"),
+    ],
+)
+def test_a_wrong_option_is_refused(arguments: list[str], part: str) -> None:
+    ran = run(*arguments)
+    assert ran.exit_code == 2
+    assert part in ran.output
+
+
+def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
+    missing: list[str] = []
+    assert measure.load_peer("there", lambda: 3, missing) == 3
+    assert measure.load_peer("gone", lambda: importlib.import_module("no_such_peer"), missing) is None
+    assert measure.load_peer("broken", lambda: [][0], missing) is None
+    assert measure.not_measured([*missing, *missing]) == [
+        "Not measured: gone: not installed (No module named 'no_such_peer').",
+        "Not measured: broken: IndexError('list index out of range').",
+    ]
+
+
+@pytest.mark.parametrize("command", [["fox"], ["generate"], ["train", "tiny"]])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    ran = run(*command, "--out", "taken/here")
+    assert str(ran.exception).startswith("--out='taken/here': ")
+    assert str(ran.exception).endswith("is not a folder")
+
+
+def test_a_record_names_kernels_whatever_package_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "VERSION", "0.6.0")  # of fla-core
+    monkeypatch.setattr(measure, "installed_triton", lambda: "3.7.1+git0")  # of pytorch-triton
+    assert {name: measure.machine()[name] for name in ("fla", "triton")} == {"fla": "0.6.0", "triton": "3.7.1+git0"}
+
+
+def test_contenders_are_chosen_by_prefix() -> None:
+    @dataclass
+    class Contender:
+        name: str
+
+    every = [Contender(name) for name in ("ours", "ours, pruned", "FLA")]
+    assert measure.chosen(every, []) == every
+    assert measure.chosen(every, ["ours"]) == every[:2]
+    with pytest.raises(ValueError, match=r"unknown contender 'fla'.*did you mean 'FLA'"):
+        measure.chosen(every, ["fla"])
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_the_tables_of_the_documentation_are_what_their_numbers_give(folder: Path) -> None:
+    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{folder.name.rpartition('-')[2]}")
+    assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_a_table_is_written_of_what_has_come_so_far(folder: Path) -> None:
+    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{folder.name.rpartition('-')[2]}")
+    result = json.loads((folder / "results.json").read_text())
+    for rows in range(len(result["rows"])):
+        part = {**result, "rows": result["rows"][:rows]}
+        if "errors" in result:
+            part["errors"] = result["errors"][: rows + 1]
+        assert module.table(part) != module.table(result)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    @dataclass
+    class Contender:
+        name: str
+
+    def times(contender: Contender, x: None) -> dict[str, float] | None:
+        if contender.name == "third":
+            raise KeyboardInterrupt
+        return {"both_ms": 1.0}
+
+    def table(result: dict[str, Any]) -> str:
+        return f"{len(result['rows'])} rows, {len(result['errors'])} errors, {result['missing']}\n"
+
+    peers = [Contender(name) for name in ("first", "second", "third")]
+    with pytest.raises(KeyboardInterrupt):
+        measure.race(
+            {}, peers, [(1, 2, 3, 4)], 60.0, draw=lambda *shape: None, errors=lambda peer, K: {"o": 0.0},
+            limits={"o": 1.0}, common=lambda x: {}, times=times, keep=measure.keeper(tmp_path / "out", table),
+        )  # fmt: skip
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["first", "second"]
+    said = "['what comes after these rows: the run had not ended']"
+    assert (tmp_path / "out/results.md").read_text() == f"2 rows, 3 errors, {said}\n"
+
+
+def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:
+    page = (DOCS / "benchmarks/index.md").read_text()
+    rows = re.findall(r"^\| (.*) \[all rows\]\(src:docs/([^)]*)\).* \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for row, results in rows:
+        known = [float(number) for number in re.findall(r"\d+\.\d+", (DOCS / results).read_text())]
+        for number in re.findall(r"\d+\.\d+", row.partition(" | ")[2]):
+            digits = len(number.partition(".")[2])
+            assert any(abs(each - float(number)) <= 0.5001 * 10**-digits for each in known), (results, number)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_a_race_draws_and_compares_with_shared_keys(kv_heads: int | None) -> None:
+    asked: list[dict[str, int]] = []
+
+    def drawn(*shape: int, **heads: int) -> None:
+        asked.append(heads)
+
+    def errors(peer: Runner, K: int, **heads: int) -> dict[str, float]:
+        asked.append(heads)
+        return {"o": 0.0}
+
+    result: dict[str, Any] = {}
+    measure.race(
+        result, [Runner("right")], [(1, 6, 8, 64)], 60, draw=drawn, errors=errors, limits={"o": 0.1}, kv_heads=kv_heads,
+        common=lambda x: {}, times=lambda peer, x: {}, keep=lambda result: None,
+    )  # fmt: skip
+    assert asked == ([{}, {}] if kv_heads is None else [{"kv_heads": 2}, {"shared": 3}])
+    assert result.get("kv_heads") == kv_heads
+
+
+def test_key_heads_divide_the_heads_of_every_shape() -> None:
+    shapes = [(1, 24, 8, 16), (1, 16, 8, 16)]
+    assert [measure.sharing(shapes, n) for n in (8, 4)] == [3, 6]
+    assert [measure.few_heads(n) for n in (1, 2, 3, 8)] == [(4, 4), (4, 2), (6, 2), (8, 1)]
+    with pytest.raises(ValueError, match=r"--kv-heads: expected a divisor of the 16 heads of \(1, 16, 8, 16\), got 6"):
+        measure.sharing(shapes, 6)
+
+
+@dataclass(frozen=True)
+class Runner:
+    name: str
+    error: float = 0.0
+
+
+def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One check per contender and head dim; the wrong and the broken get no row, and what is out of place none here."""
+    checks: list[tuple[str, int]] = []
+
+    def errors(peer: Runner, K: int) -> dict[str, float]:
+        checks.append((peer.name, K))
+        return {"o": peer.error if peer.name != "broken" else 1 / 0}
+
+    def times(peer: Runner, x: tuple[int, ...]) -> dict[str, Any] | None:
+        return None if peer.name == "short" and x[2] > 10 else {"ms": x[2]}
+
+    peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("short")]
+    result: dict[str, Any] = {}
+    shapes = [(1, 2, 8, 64), (1, 2, 16, 64)]
+    options: dict[str, Any] = {
+        "errors": errors,
+        "limits": {"o": 0.1},
+        "common": lambda x: {"kept": 0.5},
+        "keep": lambda result: None,
+    }
+    assert measure.race(result, peers, shapes, 60, draw=lambda *shape: shape, times=times, **options)
+    assert [(r["name"], r["T"], r["ms"], r["kept"]) for r in result["rows"]] == [
+        ("right", 8, 8, 0.5),
+        ("short", 8, 8, 0.5),
+        ("right", 16, 16, 0.5),
+    ]
+    assert checks == [(p.name, 64) for p in peers]
+    assert [e["o"] for e in result["errors"]] == ["0.0e+00", "2.0e-01", "0.0e+00"]
+    said = capsys.readouterr().out
+    assert "WRONG: not timed" in said
+    assert "ZeroDivisionError" in said
+    assert not measure.race(result, peers, shapes, -1, draw=lambda *shape: shape, times=times, **options)
+    assert result["rows"] == []
+    assert "out of time at (1, 2, 8, 64) right" in capsys.readouterr().out
+    assert result["missing"] == [
+        "broken at (1, 2, 8, 64): ZeroDivisionError('division by zero')",
+        "right at (1, 2, 8, 64) and what comes after it: no time was left",
+    ]
+    assert measure.error_lines({"errors": [{"name": "right", "K": 64, "o": "1e-3"}]}, ("o", "dq"))[2:] == [
+        "| | K | o | dq |",
+        "|---|---|---|---|",
+        "| right | 64 | 1e-3 | - |",
+    ]
+
+
+def test_gates_as_trained_are_constant_and_mostly_local(tmp_path: Path) -> None:
+    config = load_config(find_config("tiny", "train"), ["model.attention=path_fox", "model.num_heads=4"])
+    trained_gates(config, tmp_path / "gates")
+    model = LanguageModel(config.model)
+    start_from(model, str(tmp_path / "gates"), config.data)
+    for block in model.blocks:
+        gate = block.attention.project(torch.randn(2, 5, config.model.hidden_size)).gate  # type: ignore[operator, union-attr]
+        lengths = -1 / gate.log_decay
+        assert lengths.shape == (2, 5, 4)
+        assert (lengths == lengths[0, 0]).all()
+        assert ((lengths[0, 0] > 7.9) & (lengths[0, 0] < 257)).sum() == 3
+        assert ((lengths[0, 0] > 9e4) & (lengths[0, 0] < 1.1e6)).sum() == 1
+
+
+def test_gates_as_trained_need_forget_gates() -> None:
+    ran = run("train", "tiny", "model.attention=rope", "--trained-gates", "--device", "cpu")
+    assert ran.exit_code != 0
+    assert "expected layers with forget gates (fox, path_fox), got ['rope'" in str(ran.output) + str(ran.exception)
+
+
+def test_what_does_not_fit_into_memory_is_said_and_what_fails_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(model: Any, contender: generate.Contender, batch: int, tokens: int) -> dict[str, Any]:
+        if batch == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        if tokens == 4096:
+            raise MemoryError("caches of 4 sequences: expected room for 99.00 GiB on cuda, got 1.25 GiB")
+        return {"ms": 1.0, "cache_gb": 2.0} if batch == 4 else {"failed": "so it is"}
+
+    here = {"gpu": "none", "torch": "", "triton": "", "date": ""}
+    for name, fake in (("build", lambda contender: None), ("measure", measure), ("machine", lambda: here)):
+        monkeypatch.setattr(generate, name, fake)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)  # there is nothing that it could forget
+    generate.run(tmp_path, [1024, 4096], [4, 8, 64], ["RoPE"], 60.0)
+    text = (tmp_path / "results.md").read_text()
+    assert "| 4 | 1024 | RoPE | 1.00 | 2.00 | - |\n| 8 | 1024 | RoPE | so it is | - | - |\n" in text
+    assert text.count("| RoPE |") == 2
+    assert "RoPE at batch 64 and 1024 tokens: CUDA out of memory." in text
+    assert "RoPE at batch 4 and 4096 tokens: caches of 4 sequences: expected room for 99.00 GiB on cuda, got" in text
+
+
+def test_models_to_generate_with_are_chosen_by_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(model: Any, *given: Any) -> dict[str, Any]:
+        return {"ms": 1.0, "cache_gb": 2.0}
+
+    for name in ("build", "llama"):
+        monkeypatch.setattr(generate, name, lambda *given: None)
+    for name in ("measure", "measure_llama"):
+        monkeypatch.setattr(generate, name, measure)
+    monkeypatch.setattr(generate, "load_peer", lambda name, load, missing: True)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    generate.run(tmp_path, [64], [1], ["Llama, s", "RoPE"], 60.0)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["RoPE", "Llama, static cache, compiled"]
+    with pytest.raises(ValueError, match="unknown contender 'Llama, statisch'.*did you mean 'Llama, static"):
+        generate.run(tmp_path, [64], [1], ["Llama, statisch"], 60.0)
+
+
+@pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
+def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}
+    row = generate.measure(generate.build(contender, **sizes), contender, 2, 1500)
+    assert row["ms"] > 0
+    assert row["cache_gb"] > 0
+    if contender.evict is not None:
+        assert 0.25 < row["kept"] < 0.95
+    else:
+        assert row.get("kept") == (None if contender.attention in ("mamba2", "gated_deltanet") else 1.0)

@@ -1,0 +1,151 @@
+"""Benchmarks of FoX's and PaTH's kernels: how their peers are called, key heads that are shared, their tables."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attnzoo.benchmarks import fox, measure, path
+from attnzoo.kernels.fox.reference import fox_reference
+from attnzoo.kernels.path.reference import path_reference
+
+RESULTS = Path(__file__).parents[2] / "docs/benchmarks/results"
+
+
+def test_pruned_time_is_compared_with_what_is_kept() -> None:
+    def row(name: str, both: float) -> dict[str, Any]:
+        times = {"forward_ms": 1.0, "both_ms": both, "both_tflops": 1, "of_matmul": 0.5}
+        return {"name": name, "B": 1, "H": 2, "T": 4, "K": 8, "kept": {"paper": 0.5, "tail": 0.4}} | times
+
+    rows = [row("ours", 10.0), row("ours, pruned (tail)", 4.6), row("FLA", 30.0)]
+    table = fox.table({"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []})
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| ")]
+    column = cells[0].index("over its share")
+    assert [line[column] for line in cells[1:4]] == ["-", "1.150", "-"]  # 4.6 / (0.4 * 10)
+    alone = fox.table(
+        {"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
+    )
+    assert "1.150" not in alone
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3])
+def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same errors, and gradients of the heads that there are."""
+    monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
+    heads: set[int] = set()
+
+    def call(x: fox.Inputs, head_first: bool = False) -> torch.Tensor:
+        q, k, v, g = (y.transpose(1, 2) if head_first else y for y in (x.q, x.k, x.v, x.g))
+        heads.add(q.shape[2] // k.shape[2])
+        o = fox_reference(q, k, v, log_decay=g)
+        return o.transpose(1, 2) if head_first else o
+
+    alone = fox.Contender("alone", functools.partial(call, head_first=True), head_first=True)
+    found = [fox.errors(peer, 16, 64, shared=shared) for peer in (fox.Contender("shares", call, shares=True), alone)]
+    assert heads == {1, shared}
+    assert list(found[0]) == list(found[1]) == list(fox.LIMITS)
+    for errors in found:
+        assert all(error < fox.LIMITS[name] for name, error in errors.items())
+
+
+def test_inputs_with_shared_keys() -> None:
+    x, y = fox.draw(1, 6, 8, 16, kv_heads=2, device="cpu"), path.draw(1, 6, 8, 16, kv_heads=2, device="cpu")
+    assert [t.shape[2] for t in (x.q, x.k, x.v, x.g, x.do)] == [6, 2, 2, 6, 6]
+    assert [t.shape[2] for t in (y.q, y.k, y.v, y.w, y.beta, y.g, y.do)] == [6, 2, 2, 2, 2, 6, 6]
+    assert torch.equal(fox.draw(1, 6, 8, 16, device="cpu").k, fox.draw(1, 6, 8, 16, kv_heads=6, device="cpu").k)
+
+
+def test_paths_errors_with_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "draw", functools.partial(path.draw, device="cpu"))
+    heads: list[int] = []
+
+    def call(x: path.Inputs) -> torch.Tensor:
+        heads.append(x.k.shape[2])
+        return path_reference(x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g)
+
+    errors = path.errors(measure.Contender("PaTH-FoX", call, "q k v w beta g"), 16, 64, shared=3)
+    assert heads == [2]
+    assert set(errors) == set(path.ERRORS)
+    assert max(errors.values()) < path.LIMIT
+
+
+def test_tables_name_the_key_heads() -> None:
+    for module in (fox, path):
+        folder = next(
+            each for each in sorted(RESULTS.iterdir()) if each.name.endswith(module.__name__.rpartition(".")[2])
+        )
+        result = json.loads((folder / "results.json").read_text())
+        shape = tuple(result["rows"][0][n] for n in "BHTK")
+        assert f"### (B, H, T, K) = {shape}; " in module.table(result)
+        assert f"### (B, H, T, K) = {shape}, 4 key and value heads; " in module.table(result | {"kv_heads": 4})
+        assert ("repeats k and v" in module.table(result | {"kv_heads": 4})) == (module is fox)
+
+
+def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits that it documents, scale (q k + alpha delta), and nothing skipped unless asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor, delta: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        asked.append(how)
+        alpha, delta = alpha.transpose(1, 2), delta.transpose(1, 2)
+        s = (torch.einsum("bihk,bjhk->bhij", q, k) + alpha[..., :, None] * delta[..., None, :]) * q.shape[-1] ** -0.5
+        seen = torch.ones(s.shape[-2:]).tril().bool()
+        return torch.einsum("bhij,bjhv->bihv", s.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+    name = "flash_sparse_attn"
+    modules = {
+        part: ModuleType(part)
+        for part in (name, f"{name}.ops", f"{name}.ops.triton", f"{name}.ops.triton.launch_template")
+    }
+    for part, module in modules.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(part, None, is_package=True)
+        monkeypatch.setitem(sys.modules, part, module)
+    for part in ("fwd", "bwd"):
+        monkeypatch.setitem(sys.modules, f"{name}.ops.triton.flash_proj_{part}", ModuleType("unused"))
+    modules[name].flash_gated_attn_func = attend  # type: ignore[attr-defined]
+    call = fox.flash_sparse()
+
+    q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
+    x = fox.Inputs(q, k, v, -torch.rand(1, 20, 2), v)
+    torch.testing.assert_close(call(x, 0.0), fox_reference(q, k, v, log_decay=x.g))
+    call(x, None)
+    common = {"is_causal": True, "is_logsigmoid_gate": False}
+    assert asked == [{**common, "softmax_threshold": t, "gate_threshold": t} for t in (0.0, None)]
+    tiles = modules[f"{name}.ops.triton.launch_template"].load_launch_config
+    assert [len(tiles(kernel_name=kernel, seqlen_q=1)) for kernel in ("fwd_gated", "bwd_gated")] == [5, 5]
+
+
+def test_flash_sparse_attn_that_is_not_installed_is_named() -> None:
+    if importlib.util.find_spec("flash_sparse_attn") is not None:
+        pytest.skip("flash-sparse-attn is installed")
+    missing: list[str] = []
+    assert measure.load_peer("flash-sparse-attn", fox.flash_sparse, missing) is None
+    assert missing == ["flash-sparse-attn: not installed (No module named 'flash_sparse_attn')"]
+
+
+def test_the_plot_shows_what_was_asked_for_and_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [fox.Contender(name, lambda x: x.q) for name in ("ours", "official", "FLA")]
+    pictured: list[dict[str, Any]] = []
+    fakes: dict[str, Any] = {
+        "measure": lambda *given: {"rows": [{"name": "ours", "K": 64}]},
+        "contenders": lambda official: (peers, []),
+        "draw": lambda *shape: None,
+        "time_peer": lambda peer, x, rep: (1.0, 2.0),
+        "table": lambda result: "",
+        "draw_lengths": lambda result, out: pictured.extend(result["lengths"]),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(fox, name, fake)
+    fox.run(tmp_path, [], ["ours", "official"], 1, 60.0, None, plot=True)
+    assert {row["name"] for row in pictured} == {"ours"}  # the official kernel was not right

@@ -1,0 +1,109 @@
+"""Benchmarks of Wall and of layers of both sides: what is checked before it is timed, and their tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnzoo.benchmarks import layers, measure, wall
+from attnzoo.forms.backends import fla_tuning
+from attnzoo.kernels.wall.reference import wall_reference
+from attnzoo.registry import pairs
+
+
+def test_wall_is_checked_against_float64_with_and_without_its_decays() -> None:
+    def attend(name: str, leaves: str, power: float) -> measure.Contender[wall.Inputs]:
+        def call(x: wall.Inputs) -> torch.Tensor:
+            return wall_reference(x.q, x.k, x.v, log_diag=power * x.a)
+
+        return measure.Contender(name, call, leaves)
+
+    x = wall.draw(1, 2, 64, 16, device="cpu")
+    right = wall.errors(attend("right", "q k v a", 1), x)
+    assert list(right) == [*wall.ERRORS]
+    assert 0 < max(right.values()) < wall.LIMIT
+    assert max(wall.errors(attend("half", "q k v a", 0.5), x).values()) > wall.LIMIT
+    plain = wall.errors(attend("plain", "q k v", 0), x)
+    assert list(plain) == ["o", "dq", "dk", "dv"]
+    assert max(plain.values()) < wall.LIMIT
+    assert max(wall.errors(attend("decays", "q k v", 1), x).values()) > wall.LIMIT
+
+
+def test_wall_of_the_peer_runs_with_one_tile() -> None:
+    pytest.importorskip("fla.ops.wall_attn")
+    found, missing = wall.contenders()
+    assert [peer.name for peer in found] == ["Wall", "FoX without a gate", "FLA Wall"]
+    assert missing == []
+    tiles = {
+        name: len(tuner.configs)
+        for name, tuner in fla_tuning.tuners()
+        if tuner.base_fn.__module__.endswith("wall_attn.parallel")
+    }
+    assert tiles == {f"parallel_wall_attn_{part}": 1 for part in ("fwd_kernel", "bwd_kernel_dq", "bwd_kernel_dkv")}
+
+
+def test_the_table_of_wall_has_its_ratios() -> None:
+    shape = {"B": 2, "H": 24, "T": 16384, "K": 64, "forward_ms": 5.0, "extra_GiB": 1.5}
+    times = {"Wall": 20.0, "FoX without a gate": 10.0, "FLA Wall": 50.0}
+    result = {
+        "machine": dict.fromkeys(("gpu", "torch", "triton", "fla", "date"), "x"),
+        "missing": [],
+        "matmul_tflops": 700.0,
+        "copy_TBps": 4.0,
+        "all_tiles": False,
+        "errors": [{"name": "Wall", "K": 64, "o": "1e-3"}],
+        "rows": [{"name": name, **shape, "both_ms": ms} for name, ms in times.items()],
+    }
+    lines = wall.table(result).splitlines()
+    assert "FLA's kernels run with one of their tiles." in lines
+    assert "| Wall | 5.00 | 20.00 | 2.50 | 2.00 | 1.50 |" in lines
+    assert "| FoX without a gate | 5.00 | 10.00 | - | 1.00 | 1.50 |" in lines
+    assert "| Wall | 64 | 1e-3 | - | - | - | - |" in lines
+    alone = wall.table(result | {"missing": ["FLA: not installed"], "rows": result["rows"][:1], "all_tiles": True})  # type: ignore[index]
+    assert "| Wall | 5.00 | 20.00 | - | - | 1.50 |" in alone
+    assert "Not measured: FLA: not installed." in alone
+    assert "the fastest of their tiles" in alone
+
+
+def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = layers.contenders()
+    assert [x.variant for x in found if not x.acp] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
+    assert [x.name for x in found if x.acp and x.variant == "fox"] == ["fox + ACP"]
+    x = layers.draw(1, 2, 32, 16, device="cpu")
+    right = layers.errors(layers.Contender("fox + ACP", "fox", acp=True), x)
+    assert list(right) == [*layers.ERRORS]
+    assert 0 < max(right.values()) < 1
+    build = layers.build
+
+    def off(contender: layers.Contender, x: layers.Inputs, impl: str = "auto") -> Any:
+        layer = build(contender, x, impl)
+        with torch.no_grad():
+            layer.o_proj.weight.mul_(1.03 if impl == "auto" else 1)
+        return layer
+
+    monkeypatch.setattr(layers, "build", off)
+    assert min(layers.errors(layers.Contender("gla", "gla"), x).values()) > 1
+
+
+def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None:
+    shape = {"B": 4, "H": 24, "T": 4096, "K": 64, "forward_ms": 5.0, "extra_GiB": 1.5, "form": "triton"}
+    times = {"mamba2": 20.0, "fox": 10.0, "fox + ACP": 7.0, "gla": 4.0}
+    result = {
+        "machine": dict.fromkeys(("gpu", "torch", "triton", "fla", "date"), "x"),
+        "errors": [{"name": "wall", "K": 64, "y": "1.2e+00", "dx": "5.0e-01"}],
+        "rows": [{"name": name, **shape, "both_ms": ms} for name, ms in times.items()],
+    }
+    lines = layers.table(result).splitlines()
+    rows = [line for line in lines if line.startswith("| ") and "softmax side" not in line]
+    assert rows == [
+        "| mamba2 | triton | 5.00 | 20.00 | fox | triton | 5.00 | 10.00 | 7.00 | 0.50 |",
+        "| gla | triton | 5.00 | 4.00 | wall | - | - | - | - | - |",
+    ]
+    assert lines[-1] == "Not right, and not timed: wall (y 1.2e+00)."
+    failed = layers.table(result | {"errors": [], "missing": ["gla at (4, 24, 4096, 64): OSError()"]}).splitlines()
+    assert failed[-2:] == [
+        "Not measured: gla at (4, 24, 4096, 64): OSError().",
+        "Every layer that was checked was within its error.",
+    ]

@@ -1,0 +1,45 @@
+"""The code in the README and the other documents runs, each document as one session."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mktestdocs import check_md_file
+from test_doc_outputs import GENERATED, blocks
+
+from attnzoo.registry import BUILT_IN, pairs, unregister
+
+ROOT = Path(__file__).parents[2]
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not GENERATED & set(path.parts)]
+SHOWN = [path for path in PAGES if any(text is not None for _, text in blocks(path.read_text()))]  # run over there
+RECORDS = {"benchmarks", "results"}  # these name what there was when they were written
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in {*PAGES} - {*SHOWN})]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_md_file(ROOT / name, memory=True)
+    finally:
+        for pair in pairs()[len(BUILT_IN) :]:
+            unregister(pair)
+
+
+def test_every_link_in_the_documents_leads_somewhere():
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)\)", document.read_text()):
+            assert (ROOT / target).exists(), f"{document.name}: {target}"
+
+
+def test_every_kernel_that_a_page_names_exists():
+    code = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
+    kernels = {*re.findall(r"^def (\w+_kernel)\(", code, re.MULTILINE)}
+    named = {
+        (page.name, name)
+        for page in PAGES
+        if not RECORDS & set(page.parts)
+        for name in re.findall(r"`(\w+_kernel)`", page.read_text())
+    }
+    assert named
+    assert not [(page, name) for page, name in named if name not in kernels]

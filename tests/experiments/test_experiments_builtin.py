@@ -1,0 +1,186 @@
+"""The experiments of the catalogue: each can be run, and what is recorded of it follows from its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tiny_runs import EXPERIMENT as TINY
+
+from attnzoo.config import load_config
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.experiments.claims import Correlated
+from attnzoo.experiments.experiment import find, names
+from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.plan import Plan, device_of
+from attnzoo.experiments.report.experiment import markdown, render_experiment
+from attnzoo.experiments.run import run_once
+from attnzoo.models import LanguageModel
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
+    """Every arm is a model that can be built, every size a training; tiny runs of its arms give every number."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
+        for arm in arms:
+            config = Plan(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
+            with torch.device("meta"):
+                LanguageModel(config.model)
+            if config.data.task is not None:
+                task = build_task(config.data.task, config.data.task_options)
+                Examples(task, config.data.context_length)[0]
+    Path("text.txt").write_text("one and two and three and four. " * 80)
+    data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
+    small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
+    experiment = replace(experiment, sizes={**experiment.sizes, "cpu": small})
+    plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
+    missing = {probe.name for probe in experiment.probes}
+    for arm in experiment.arms:
+        lr = (arm.lrs or small.lrs)[0]
+        run = run_once(plan, experiment, arm, lr, 0, measure=True)
+        assert list(run.values) == [probe.name for probe in experiment.probes]
+        assert all(list(run.values[probe.name]) in ([], [*probe.at]) for probe in experiment.probes)
+        assert all(math.isfinite(x) for found in run.values.values() for x in found.values())
+        missing -= {probe for probe, found in run.values.items() if found}
+        if not missing:
+            break
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["recall", "forgetting_recall"])
+def test_random_tokens_give_no_asked_key_another_value(name):
+    """The value that stands last behind a key is the one that is asked, at every size and for every probe."""
+    experiment = find(name)
+    for size in experiment.sizes:
+        data = Plan(name, size, Path("out"), 3).config(experiment, experiment.arms[0], 0.001, 0).data
+        for probe in experiment.probes:
+            task = build_task(data.task, {**data.task_options, **probe.options})
+            tokens, answers = Examples(task, round(data.context_length * probe.lengths[0])).batch(range(20))
+            values = [number for number, word in enumerate(task.words) if word.startswith("v")]
+            for row, asked in zip(tokens, answers, strict=True):
+                for place in (asked >= 0).nonzero()[0]:
+                    before = row[: place - 1] == row[place]
+                    behind = row[1:place][before]
+                    assert behind[np.isin(behind, values)][-1] == asked[place]
+
+
+def test_two_sides_of_the_factorial_have_the_same_layers():
+    """All but what the delta rule cannot have or does not need: keys that are longer than 1, and a bias of beta. (GLA's
+    gate of low rank is as large as Wall's of full rank at this size.)"""
+    experiment, apart = find("factorial"), ("q_norm.weight", "k_norm.weight", "beta_proj.bias")
+    sizes = {}
+    for arm in experiment.arms:
+        config = Plan("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+        with torch.device("meta"):
+            layer = LanguageModel(config.model).blocks[0].attention
+        sizes[arm.name] = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(apart))
+    claim = next(each.claim for each in experiment.expectations if isinstance(each.claim, Correlated))
+    for linear, softmax in (claim.bases, *claim.pairs):
+        assert sizes[linear] == sizes[softmax]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "arm"), [(name, arm) for name in names() for arm in find(name).arm_names])
+def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeypatch):
+    """A few steps at the size that is for it, after those of the arm that it starts from."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
+    size = experiment.sizes["gpu"]
+    experiment = replace(
+        experiment, sizes={**experiment.sizes, "gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))}
+    )
+    plan, measured = Plan(name, "gpu", Path("out"), 3, few), experiment.arm(arm)
+    if measured.after:
+        before = experiment.arm(measured.after)
+        run_once(plan, experiment, before, (before.lrs or size.lrs)[0], 0, measure=False)
+    run = run_once(plan, experiment, measured, (measured.lrs or size.lrs)[0], 0, measure=True)
+    assert math.isfinite(run.validation)
+    assert any(run.values.values())
+
+
+@pytest.mark.parametrize("name", names())
+def test_recorded_results_follow_from_their_numbers(name):
+    experiment = find(name)
+    for measured in experiment.measured:
+        outcome = load_outcome(RESULTS / measured.result)
+        assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
+        page = markdown(experiment, outcome)
+        assert (RESULTS / measured.result).with_suffix(".md").read_text() == page
+        assert "-0.0" not in re.sub(r"-0\.0*[1-9]", "", page), "a number that is too small for its digits"
+        seeds = {arm.name: len(outcome.of(arm.name)) for arm in experiment.arms}
+        assert all(count == 0 if name in measured.lacks else count >= 3 for name, count in seeds.items())
+        words = {verdict.word for _, verdict in outcome.verdicts(experiment)}
+        assert measured.tried or "not seen" not in words, "say what was tried"
+        render_experiment(experiment, outcome)
+
+
+@pytest.mark.parametrize("name", names())
+def test_runs_that_are_compared_seed_by_seed_begin_with_the_same_weights(name):
+    """They are or start from one arm's runs, or are models of the same parameters, drawn with the same seed."""
+    experiment = find(name)
+    claims = [one for each in experiment.expectations for one in getattr(each.claim, "claims", (each.claim,))]
+    pairs = {tuple(value.arm for value in claim.values) for claim in claims if getattr(claim, "paired", False)}
+    for arms in ([experiment.arm(name) for name in pair] for pair in pairs):
+        if len({arm.after or arm.name for arm in arms}) == 1:
+            continue
+        first = []
+        for arm in arms:
+            config = Plan(name, "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+            with torch.device("meta"):
+                first.append([(key, p.shape) for key, p in LanguageModel(config.model).named_parameters()])
+        assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("name", names())
+def test_command_of_a_recorded_result_makes_its_runs(name):
+    """Its settings are those that the same command has now."""
+    experiment = find(name)
+    for measured in experiment.measured:
+        outcome = load_outcome(RESULTS / measured.result)
+        arm, size = experiment.arms[0], experiment.sizes[measured.size]
+        overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
+        plan = Plan(name, measured.size, Path(), 3, overrides, device_of(measured.size))
+        now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
+        assert load_config(yaml.safe_load(outcome.settings)) == now
+        there = [found for found in experiment.arms if found.name not in measured.lacks]
+        rates = {found.name: {run.lr for run in outcome.tried if run.arm == found.name} for found in there}
+        assert rates == {found.name: set(found.lrs or size.lrs) for found in there}
+
+
+def test_page_of_results_says_what_was_run():
+    page = (RESULTS / "index.md").read_text()
+    rows = re.findall(r"\| `attnzoo experiment run (\w+)` \|.*\| (.*) \|\n", page)
+    assert [name for name, _ in rows] == names()
+    for name, row in rows:
+        measured = find(name).measured
+        assert ("not yet run" in row) == (not measured)
+        for each in measured:
+            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
+            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
+            words = Counter(verdict.word for _, verdict in load_outcome(RESULTS / each.result).verdicts(find(name)))
+            counts = ", ".join(f"{words[word]} {word}" for word in ("seen", "not seen", "undecided") if words[word])
+            assert f"{Path(each.result).stem}.md): {counts}" in row
+
+
+def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():
+    for name, arm in (("learned_forgetting", "rope, discount"), ("forgetting_text", "discount"),
+                      ("forgetting_ablations", "discount")):  # fmt: skip
+        experiment, ahead = find(name), {}
+        for size in experiment.sizes:
+            config = Plan(name, size, Path("out"), 3).config(experiment, experiment.arm(arm), 0.01, 0)
+            [options] = {layer.options["forgetting"]["discount"] for layer in config.model.layers()}
+            ahead[size] = 1 / (1 - options) / config.data.context_length
+        assert ahead["gpu"] == pytest.approx(ahead["cpu"]), name

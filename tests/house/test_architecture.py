@@ -1,0 +1,202 @@
+"""Imports run downwards only, from the command line to the algebra, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import attnzoo
+
+ROOT = Path(attnzoo.__file__).resolve().parent
+
+# From the ground up. A module may use its own package and every floor below it, not the other rooms of its floor.
+FLOORS = (
+    ("errors", "files", "lazy", "precision", "settings", "terminal"),
+    ("models.config", "data.config"),
+    ("data",),
+    ("algebra",),
+    ("kernels.common",),
+    ("kernels.levels",),
+    ("kernels.decode", "kernels.fox", "kernels.linear", "kernels.path", "kernels.rotation"),
+    ("kernels.wall",),
+    ("forms",),
+    ("forgetting",),
+    ("recurrences",),
+    ("encodings",),
+    ("registry",),
+    ("samples",),
+    ("verify",),
+    ("layer",),
+    ("equations", "doctor"),
+    ("models", "evaluation"),
+    ("training",),
+    ("config", "trained"),
+    ("experiments",),
+    ("benchmarks",),
+    ("cli",),
+    ("__main__",),
+)
+REFUSED = {("recurrences", "kernels"): "the two sides' code knows nothing of the kernels"}
+# What is imported inside a function to break a circle: (importer, imported) -> why.
+LAZY: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Import:
+    """``importer`` line ``line`` imports ``name`` (empty: the module itself) of ``imported``; both without attnzoo."""
+
+    importer: str
+    line: int
+    imported: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}{f'.{self.name}' if self.name else ''}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without `attnzoo.`, symbolic links followed."""
+    found = {}
+    for folder, _, files in os.walk(ROOT, followlinks=True):
+        for path in (Path(folder) / name for name in files if name.endswith(".py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> list[Import]:
+    """Every import of the package's own modules, wherever in the code it stands."""
+    return [
+        one
+        for module, path in modules().items()
+        for one in imports_of(module, path.read_text(), modules(), path.name == "__init__.py")
+    ]
+
+
+def imports_of(module: str, code: str, known: Collection[str], is_package: bool = False) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "attnzoo":
+                    yield Import(module, node.lineno, alias.name.removeprefix("attnzoo").removeprefix("."), "")
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:  # from .op import x: one dot is the module's own package
+                inside = module.split(".") if is_package else module.split(".")[:-1]
+                source = ".".join(["attnzoo", *inside[: len(inside) - node.level + 1], *source.split(".")]).rstrip(".")
+            if source.split(".")[0] != "attnzoo":
+                continue
+            source = source.removeprefix("attnzoo").removeprefix(".")
+            for alias in node.names:
+                inner = f"{source}.{alias.name}".removeprefix(".")
+                if inner in known:
+                    yield Import(module, node.lineno, inner, "")
+                elif source:
+                    yield Import(module, node.lineno, source, alias.name)
+                else:  # the package's own exports are loaded from where they are defined
+                    home = attnzoo._HOMES.get(alias.name, "registry") if alias.name in attnzoo.__all__ else ""
+                    yield Import(module, node.lineno, home, alias.name)
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def room(module: str) -> str:
+    """The entry of FLOORS that a module belongs to: the longest that fits."""
+    return max((name for floor in FLOORS for name in floor if within(module, name)), key=len, default="")
+
+
+def floor(module: str) -> int:
+    return next(number for number, names in enumerate(FLOORS) if room(module) in names)
+
+
+def complaint(one: Import) -> str:
+    """Why an import is not in order; empty if it is."""
+    for (above, below), reason in REFUSED.items():
+        if within(one.importer, above) and within(one.imported, below):
+            return reason
+    if room(one.importer) == room(one.imported) or not one.importer or not one.imported:
+        return ""  # the package's __init__ is the front door
+    if floor(one.importer) > floor(one.imported):
+        return ""
+    side = "beside" if floor(one.importer) == floor(one.imported) else "above"
+    return f"{room(one.imported)} is {side} {room(one.importer)}"
+
+
+def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    after: dict[str, set[str]] = {}
+    for a, b in edges:
+        after.setdefault(a, set()).add(b)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for node in after.get(todo.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        return seen
+
+    reach = {node: reached(node) for node in after}
+    groups = {tuple(sorted(x for x in reach[node] if node in reach.get(x, ()))) for node in after}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def test_every_module_has_its_floor() -> None:
+    """A folder that the order does not know must be put into it."""
+    assert [module for module in modules() if module and module != "kernels" and not room(module)] == []
+
+
+def test_imports_run_downwards() -> None:
+    bad = [f"{one}: {complaint(one)}" for one in imports() if complaint(one)]
+    assert not bad, "\n".join(["imports out of order:", *bad])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    edges = {(one.importer, one.imported) for one in imports() if one.importer != one.imported}
+    found = circles(edges - set(LAZY))
+    lines = [str(one) for group in found for one in imports() if {one.importer, one.imported} <= {*group}]
+    assert not found, "\n".join(["circles:", *(" <-> ".join(group) for group in found), *lines])
+
+
+def test_no_package_uses_a_private_name_of_another() -> None:
+    bad = [str(one) for one in imports() if one.name.startswith("_") and not one.name.startswith("__")
+           and room(one.importer) != room(one.imported)]  # fmt: skip
+    assert not bad, "\n".join(bad)
+
+
+def test_the_exceptions_are_needed() -> None:
+    """An entry that no import uses any more must go."""
+    assert set(LAZY) <= {(one.importer, one.imported) for one in imports()}
+
+
+def test_an_import_that_climbs_and_a_circle_are_found() -> None:
+    """The reader of imports sees those at the top, in functions and under TYPE_CHECKING."""
+    code = "import attnzoo.layer.gates\ndef f():\n    from attnzoo.forms import softmax\n    from attnzoo import Gate\n"
+    known = ["forms.softmax", "layer.gates", "algebra.oracle", "kernels.fox.op"]
+    found = list(imports_of("algebra.gate", code, known))
+    assert [str(one) for one in found[:2]] == [
+        "algebra.gate:1 imports layer.gates",
+        "algebra.gate:3 imports forms.softmax",
+    ]
+    assert [complaint(one) for one in found[:2]] == ["layer is above algebra", "forms is above algebra"]
+    assert found[2] == Import("algebra.gate", 4, "algebra.gate", "Gate")
+    relative = "from .op import run\nfrom . import op\nfrom ..path.api import path_attention"
+    expected = ["kernels.fox.api:1 imports kernels.fox.op.run", "kernels.fox.api:2 imports kernels.fox.op"]
+    expected += ["kernels.fox.api:3 imports kernels.path.api.path_attention"]
+    assert [str(one) for one in imports_of("kernels.fox.api", relative, known)] == expected
+    assert str(next(imports_of("kernels.fox", relative, known, True))) == "kernels.fox:1 imports kernels.fox.op.run"
+    beside = Import("kernels.path.api", 1, "kernels.fox.api", "check")
+    assert complaint(beside) == "kernels.fox is beside kernels.path"
+    assert complaint(Import("recurrences.gla", 1, "kernels.fox", "")) == REFUSED["recurrences", "kernels"]
+    assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("e", "a")}) == [["a", "b", "c"]]
+    assert circles({("a", "b"), ("b", "c"), ("a", "c")}) == []

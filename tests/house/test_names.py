@@ -1,0 +1,83 @@
+"""A name that is unknown is refused with all that there are, and the nearest."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnzoo import build_attention, get, list_variants
+from attnzoo.errors import nearest, unknown
+from attnzoo.registry import KNOWN_AS, OUTSIDE
+from attnzoo.samples import random_inputs
+
+
+@pytest.mark.parametrize("name", [None, 1, [], {}])
+def test_a_name_that_is_no_string_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match="name: expected the name of a variant, got "):
+        get(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("foks", "fox"), ("FoX", "fox"), ("mamba-2", "mamba2"), ("path-fox", "path_fox")]
+)
+def test_unknown_variant_lists_all_and_names_the_nearest(given: str, meant: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"unknown variant '{given}': expected one of .*; did you mean '{meant}'"
+    ) as error:
+        get(given)
+    assert all(name in str(error.value) for name in list_variants())
+
+
+def test_name_unlike_any_is_refused_without_a_guess() -> None:
+    with pytest.raises(ValueError, match="unknown variant 'zzzzzz'") as error:
+        get("zzzzzz")
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("gated_deltaproduct", "'gated_deltanet' with num_householder=2 or more"),
+        ("Kimi-Linear", "'kda'"),
+        ("RWKV7", "none of these pairs: docs/derivations/outside.md"),
+    ],
+)
+def test_a_name_that_others_use_is_told_what_it_is_here(given: str, here: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown variant .*\('{given}' is {here}"):
+        get(given)
+
+
+def test_every_other_name_is_that_of_no_pair_and_leads_to_one() -> None:
+    """Names in quotes are variants, and their layers take what stands beside them."""
+    assert not set(KNOWN_AS) & set(list_variants())
+    for told in KNOWN_AS.values():
+        for name, option, value in re.findall(r"(?<!=)'(\w+)'(?: with (\w+)=('?\w+'?))?", told):
+            options = {option: ast.literal_eval(value)} if option else {}
+            build_attention(name, hidden_size=16, num_heads=2, **options)
+    assert (Path(__file__).parents[2] / OUTSIDE.split()[4]).is_file()
+
+
+def test_unknown_side_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="unknown side 'sotfmax': expected one of linear, softmax; did you mean 'softmax'"
+    ):
+        list_variants("sotfmax")  # type: ignore[arg-type]
+
+
+def test_unknown_regime_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown regime 'opne': .* did you mean 'open'"):
+        random_inputs("fox", regime="opne")  # type: ignore[arg-type]
+
+
+def test_nearest_ignores_case_and_gives_up_when_far() -> None:
+    assert nearest("PATH", ["path", "fox"]) == "path"
+    assert nearest("qqq", ["path", "fox"]) is None
+    assert nearest(None, []) is None
+
+
+def test_unknown_with_no_options_says_so() -> None:
+    assert str(unknown("key", "x", [])) == "unknown key 'x': none is expected"
