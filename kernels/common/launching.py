@@ -62,6 +62,15 @@ def can_describe(*xs: Tensor) -> bool:
     return all(n > 0 and n % 16 == 0 for n in strides) and all(x.data_ptr() % 16 == 0 for x in xs)
 
 
+def describable(x: Tensor) -> Tensor:
+    """x [B, R, H, D], copied where kernels cannot read it in place or tensor descriptors cannot address it.
+
+    A contiguous view may begin between 16-byte addresses: ``contiguous()`` would give it as it is.
+    """
+    x = addressable(x)
+    return x if can_describe(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def tile_descriptor(x: Tensor, rows: int, width: int | None = None) -> Any:
     """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head, ``width`` (or what holds D) wide."""
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -11,7 +11,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, describable, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
@@ -116,7 +116,7 @@ def fox_backward_hopper(
     BK, BV = head_block(K), head_block(V)
     t = HOPPER_BACKWARD[max(BK, BV)]
     gate, has_sink = gate_kind(log_decay), sink is not None
-    do = addressable(do) if can_describe(do) else do.contiguous()
+    do = describable(do)
     n_t = cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
     rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
     sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse

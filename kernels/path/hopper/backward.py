@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, describable, head_block, since_strides
 from attnzoo.kernels.levels.hopper.backward_kernel import path_bwd_hopper_kernel
 from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles, Wanted
 from attnzoo.kernels.levels.plan import one_pass_tiles, pair_warps
@@ -28,7 +28,7 @@ def launch_hopper_backward(
     Works on the queries of the levels in float32 beside its results. Not deterministic.
     """
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    do = addressable(do) if can_describe(do) else do.contiguous()
+    do = describable(do)
     t, BK, BV, Tq = one_pass_tiles(start is not None), head_block(K), head_block(V), levels.q.shape[2]
     gate = GATE_NONE if c is None else GATE_FULL
     Tp, Tx = (cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
