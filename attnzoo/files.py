@@ -201,7 +201,7 @@ def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not readable as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{name}: expected a JSON object, got {type(found).__name__}")

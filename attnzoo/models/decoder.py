@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -142,8 +142,42 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None and "bias" not in precise:
                 nn.init.zeros_(module.bias)
-        if self.config.tie_embeddings:  # again, as to_empty unties them
+        if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, and not only as the configuration asks."""
+        return getattr(self.head, "weight", None) is self.embedding.weight
+
+    def untie(self, head: Tensor) -> None:
+        """Give the model a head of its own, which `config` says from now on."""
+        self.config = replace(self.config, tie_embeddings=False)
+        self.head.weight = nn.Parameter(head)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        tied = self.tied
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied and not self.tied:  # to_empty makes two of them
+            self.head.weight = self.embedding.weight
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; tied embeddings stay tied.
+
+        Raises:
+            ValueError: they are two matrices in `state_dict`.
+        """
+        tied = self.tied
+        two = [state_dict.get(name) for name in ("embedding.weight", "head.weight")]
+        if tied and all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in two):
+            embedding, head = cast("list[Tensor]", two)
+            if embedding is not head and embedding.shape == head.shape and not torch.equal(embedding.to(head), head):
+                raise ValueError("head.weight: expected the embedding (config.tie_embeddings), got another matrix")
+        found = super().load_state_dict(state_dict, strict, assign)
+        if tied and not self.tied:
+            self.head.weight = self.embedding.weight
+        return found
 
     def forward(
         self,

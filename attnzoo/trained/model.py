@@ -135,11 +135,13 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
 
     A chat model's `config.json` and `generation_config.json` name several, of which its tokenizer names one at most.
     """
+    from attnzoo.models.peers import Settings
+
     found = [special_tokens(files).get("eos_token_id")]
     for name in ("generation_config.json", "config.json"):
         if folder is not None and (folder / name).is_file():
-            named = json_object((folder / name).read_bytes(), folder / name).get("eos_token_id")
-            found += named if isinstance(named, list) else [named]
+            fields = json_object((folder / name).read_bytes(), folder / name)
+            found += Settings(fields, f"{folder / name}: ").tokens("eos_token_id")
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
@@ -215,7 +217,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         ValueError: a model of another library, or of a kind that is not known; or weights that cannot be read, are
             missing, left over or of another shape.
     """
-    from attnzoo.models.peers import Peer, Weights, build, from_peer, read_settings
+    from attnzoo.models.peers import Peer, Settings, Weights, build, from_peer, read_settings
 
     fields = read_settings(folder)
     kind = fields.get("model_type")
@@ -231,10 +233,11 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""
         for name in sorted(weights.names):
             yield name.removeprefix("model."), weights(name)
-        if config.tie_embeddings and "model.head.weight" not in weights:
-            yield "head.weight", weights("model.embedding.weight")
+        for one, other in (("head", "embedding"), ("embedding", "head")):
+            if config.tie_embeddings and f"model.{one}.weight" not in weights:
+                yield f"{one}.weight", weights(f"model.{other}.weight")
 
-    return build(Peer(config, own_names), Weights.of_folder(folder)).to(device)
+    return build(Peer(config, own_names), Weights.of_folder(folder), settings=Settings(fields)).to(device)
 
 
 def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:

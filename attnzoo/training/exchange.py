@@ -164,15 +164,19 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     from attnzoo.models.peers import Settings, Weights, build, peer_of, read_settings
 
     fields = read_settings(source)
-    peer = peer_of(fields)
+    peer, settings = peer_of(fields), Settings(fields)
+    special = {name: settings.tokens(name) for name in SPECIAL}
+    for name, tokens in special.items():
+        if len(tokens) > 1 and name != "eos_token_id":
+            raise ValueError(f"config.json: {name}: expected one token, got {tokens}")
     with whole_folder(folder) as part:
-        model = build(peer, Weights.of_folder(source), dtype)
-        special = {name: Settings(fields).get(name) for name in SPECIAL}
-        AttnzooForCausalLM.of(model, **special).save_pretrained(part)
+        model = build(peer, Weights.of_folder(source), dtype, settings)
+        alone = {name: tokens if len(tokens) > 1 else next(iter(tokens), None) for name, tokens in special.items()}
+        AttnzooForCausalLM.of(model, **alone).save_pretrained(part)
         for name in TOKENIZER:
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / name)
-        recipe = TrainConfig(output_dir=f"runs/{folder.name}", start_from=str(folder), model=peer.config)
+        recipe = TrainConfig(output_dir=f"runs/{folder.name}", start_from=str(folder), model=model.config)
         (part / RECIPE).write_text(to_yaml(recipe))
     return peer.notes
 

@@ -20,7 +20,8 @@ from attnzoo.errors import unknown
 from attnzoo.files import json_object
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import DTYPES, Settings
+from attnzoo.models.peers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +91,16 @@ def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = Non
     if isinstance(source, nn.Module):
         if not hasattr(getattr(source, "config", None), "to_dict"):
             raise ValueError(f"source: {CAUSAL}, got {type(source).__name__}")
-        peer, weights = peer_of(source.config.to_dict()), _weights_of(source)  # type: ignore[union-attr, operator]
+        fields: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
+        peer, weights = peer_of(fields), _weights_of(source)
     elif isinstance(source, (str, Path)):
-        peer, weights = peer_of(read_settings(Path(source))), Weights.of_folder(Path(source))
+        fields = read_settings(Path(source))
+        peer, weights = peer_of(fields), Weights.of_folder(Path(source))
     else:
         raise TypeError(f"source: expected a folder or a model, got {type(source).__name__}")
     for note in peer.notes:
         logger.warning(note)
-    return build(peer, weights, dtype)
+    return build(peer, weights, dtype, Settings(fields))
 
 
 def _weights_of(model: nn.Module) -> Weights:
@@ -113,47 +116,110 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     Raises:
         ValueError: an unknown `model_type`, or a setting that has no counterpart.
     """
-    kind = fields.get("model_type")
+    kind = Settings(fields).get("model_type", "")
+    if not kind:
+        raise ValueError(f"config.json: expected a model_type, one of {', '.join(PEERS)}, found none{_inside(fields)}")
     if kind in WITHOUT:
         raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
-        raise unknown("model_type", str(kind), PEERS)
+        error = unknown("model_type", kind, PEERS)
+        raise ValueError(f"config.json: {error}{_inside(fields)}")
+    if "text_config" in Settings(fields):
+        raise ValueError(
+            f"config.json: text_config: expected none beside model_type {kind!r}, whose fields are outside"
+        )
     module, _, name = PEERS[kind].partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return make(Settings(fields))
 
 
+def _inside(fields: dict[str, Any]) -> str:
+    """What a configuration says of a language model within one for several kinds of input, in words."""
+    kind = Settings(fields).within("text_config").fields.get("model_type")
+    return f" (the language model within it, in text_config, is of {kind!r})" if kind else ""
+
+
 @torch.no_grad()
-def build(peer: Peer, weights: Weights, dtype: torch.dtype | None = None) -> LanguageModel:
+def build(
+    peer: Peer, weights: Weights, dtype: torch.dtype | None = None, settings: Settings | None = None
+) -> LanguageModel:
     """The model, every weight of it taken from the peer's and every one of the peer's used.
 
+    Weights of several dtypes become those of the one that the configuration names, or else of the file's first, and a
+    head that is not the embedding stands beside it whatever the configuration says: as in transformers, and each is a
+    line of the log.
+
+    Args:
+        peer: sizes and names.
+        weights: the peer's.
+        dtype: of the model; None keeps that of the weights. What gates keep precise stays in at least float32.
+        settings: what the configuration says of the weights' dtype; None for nothing.
+
     Raises:
-        ValueError: weights that are missing, left over or of another shape.
+        ValueError: weights that are missing, left over, of another shape or quantised.
     """
+    settings = Settings({}) if settings is None else settings
+    _check_plain(weights, settings)
+    said = settings.dtype()
     with torch.device("meta"):
         model = LanguageModel(peer.config)
     there = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    missing = dict(there)
-    state = {}
+    missing, state = dict(there), dict[str, Tensor]()
     for name, tensor in peer.weights(weights):
         if name not in there:
             raise ValueError(f"{name}: the model has no such weight")
         if tensor.shape != there[name].shape:
             raise ValueError(f"{name}: expected shape {list(there[name].shape)}, got {list(tensor.shape)}")
         missing.pop(name, None)
-        precise = there[name].dtype != torch.float32 or _is_precise(model, name)
-        state[name] = tensor.to(there[name].dtype if precise else dtype or tensor.dtype).contiguous()
+        state[name] = tensor
     kept = model.state_dict().keys()
     if absent := [name for name in missing if name in kept]:
         raise ValueError(f"weights that nothing was found for: {', '.join(absent)}")
     if weights.unread:
         raise ValueError(f"weights that have no place: {', '.join(sorted(weights.unread))}")
+    precise = {name for name in state if _is_precise(model, name)}
+    dtype = dtype or _one_dtype({name: x for name, x in state.items() if name not in precise}, weights, said)
+    for name, x in state.items():
+        least = torch.promote_types(x.dtype, there[name].dtype) if name in precise else dtype
+        state[name] = x.to(least).contiguous()
+    if peer.config.tie_embeddings and not torch.equal(state["head.weight"], state["embedding.weight"]):
+        logger.warning("config.json says that the head is the embedding, but the file's is another: it is taken")
+        model.untie(state["head.weight"])
     model.load_state_dict(state, assign=True)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    if peer.config.tie_embeddings:
-        model.head.weight = model.embedding.weight
     return model.eval()
+
+
+def _check_plain(weights: Weights, settings: Settings) -> None:
+    """Refuse weights that are not of a dtype to compute in."""
+    others = {name: kind for name in weights.names if (kind := weights.dtype(name)) not in DTYPES}
+    how = settings.quantisation()
+    if others:
+        name, kind = next(iter(others.items()))
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ValueError(
+            f"{settings.place if how else ''}{f'{how}: ' if how else ''}expected weights of {', '.join(DTYPES)}, got "
+            f"{kind} ({name}{more}): take the model of which they were quantised, or what dequantises them (in "
+            "transformers `dequantize()` before `save_pretrained`, in MLX `mlx_lm.convert -d`)"
+        )
+    if how:
+        logger.warning("%s%s counts for nothing: the weights are not quantised", settings.place, how)
+
+
+def _one_dtype(state: dict[str, Tensor], weights: Weights, said: torch.dtype | None) -> torch.dtype:
+    """That of all tensors, or what they become; the log says so."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, x in state.items():
+        by_dtype.setdefault(x.dtype, []).append(name)
+    if len(by_dtype) == 1:
+        return next(iter(by_dtype))
+    found = said or DTYPES[weights.dtype(next(iter(weights.names)))]
+    changed = [name for dtype, names in by_dtype.items() if dtype != found for name in names]
+    listed = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    why = "as config.json says" if said else "as the file's first weight is"
+    logger.warning("weights of %s all become %s, %s: %s", ", ".join(map(str, by_dtype)), found, why, listed)
+    return found
 
 
 def _is_precise(model: nn.Module, name: str) -> bool:

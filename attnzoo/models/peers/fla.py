@@ -11,7 +11,8 @@ from torch import Tensor
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import FLA, Attention, common_sizes, decoder, interleaved
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
 
 NORM_EPS = 1e-5  # of its norms where no configuration sets it
 Take = Callable[[str], Tensor]
@@ -26,7 +27,7 @@ def forgetting_transformer(settings: Settings) -> Peer:
 
 def wall_transformer(settings: Settings) -> Peer:
     """Wall with its gates per channel, and with a scalar gate beside them where `use_scalar_gate` is on."""
-    window = {"window": settings.get("window_size")}
+    window = {"window": settings.optional("window_size", "int")}
     if settings.get("use_scalar_gate", False):
         names = (("gate.members.0.channel_proj", "g_proj"), ("gate.members.1.forget_proj", "gs_proj"))
         return _softmax(settings, "gated_wall", window, "o_gate_proj", *names)
@@ -260,8 +261,8 @@ def model_config(settings: Settings, variant: str, options: dict[str, Any], head
 
 def _mlp_size(settings: Settings) -> int:
     """The width inside the SwiGLU: given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to 256."""
-    given: int | None = settings.get("intermediate_size")
-    return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4) * 2 / 3) // 256) * 256
+    given: int | None = settings.optional("intermediate_size", "int")
+    return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4.0) * 2 / 3) // 256) * 256
 
 
 def _heads(settings: Settings) -> tuple[int, int]:

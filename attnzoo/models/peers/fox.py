@@ -12,7 +12,8 @@ from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.fla import model_config
 from attnzoo.models.peers.layout import FLA, decoder, interleaved
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
 
 GATES = {"full": "forget", "bias_only": "independent", "fixed": "fixed", "none": None}
 QK_NORM_EPS = 1e-5
@@ -85,11 +86,11 @@ def forgetting_transformer(settings: Settings) -> Peer:
     variant = "fox" if gate else "rope" if rotates else "nope"
     if gate:
         options |= {"gate": gate} | ({"rotary": base} if rotates else {})
-        tolerance = settings.get("log_pruning_tolerance")
+        tolerance = settings.optional("log_pruning_tolerance", "float", least=-math.inf)
         options |= {} if tolerance is None else {"acp": {"eps": math.exp(tolerance)}}
     elif rotates:
         options["theta"] = base
-    if settings.get("window_size") is not None:
+    if "window_size" in settings:
         options["window"] = settings["window_size"]
     config = model_config(settings, variant, options, H)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,15 @@ def decoder(
         layers: how many.
         attention: `attention(take, index)` gives those of one layer's attention under our names, and
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
-        tied: the head is the embedding.
-
-    Raises:
-        ValueError: `tied`, and there is a head that is not the embedding.
+        tied: the head is the embedding where there is none, and the embedding is the head.
     """
 
     def scale(name: str) -> Tensor:
         weight = weights(f"{name}.weight")
         return 1 + weight if layout.centred else weight
 
-    yield "embedding.weight", weights(f"{layout.embedding}.weight")
+    embedding, head = f"{layout.embedding}.weight", "lm_head.weight"
+    yield "embedding.weight", weights(embedding if embedding in weights or not tied else head)
     for i in range(layers):
         layer = layout.layer.format(i)
         yield f"blocks.{i}.attention_norm.weight", scale(f"{layer}.{layout.attention_norm}")
@@ -82,13 +81,7 @@ def decoder(
             yield f"blocks.{i}.mlp_norm.weight", scale(f"{layer}.{layout.mlp_norm}")
             yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
     yield "norm.weight", scale(layout.norm)
-    if tied:
-        embedding = weights(f"{layout.embedding}.weight")
-        if "lm_head.weight" in weights and not torch.equal(weights("lm_head.weight"), embedding):
-            raise ValueError("config.json: tie_word_embeddings = True, and lm_head.weight is another matrix")
-        yield "head.weight", embedding
-    else:
-        yield "head.weight", weights("lm_head.weight")
+    yield "head.weight", weights(head if head in weights or not tied else embedding)
 
 
 def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:

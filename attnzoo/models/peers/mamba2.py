@@ -12,7 +12,8 @@ from torch import Tensor
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import MAMBA, common_sizes, decoder
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
 
 UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # the second as transformers writes it into JSON
 
@@ -26,13 +27,15 @@ def mamba2(settings: Settings) -> Peer:
     settings.only("use_bias", False)
     settings.only("D_has_hdim", False)
     for name in ("time_step_limit", "dt_limit"):
-        low, high = settings.get(name, (0.0, math.inf))
-        if low != 0 or high not in UNBOUNDED:
-            raise ValueError(f"config.json: {name} = [{low}, {high}] is not supported (only [0, inf])")
+        limit = settings.fields.get(name)
+        limit = list(limit) if isinstance(limit, tuple) else limit
+        if limit is not None and limit not in [[0.0, high] for high in UNBOUNDED]:
+            raise ValueError(f"config.json: {name} = {limit} is not supported (only [0, inf])")
     D, L, G = settings["hidden_size"], settings["num_hidden_layers"], settings["n_groups"]
     K, V = settings["state_size"], settings["head_dim"]
     H = settings.get("num_heads", settings.get("expand", 2) * D // V)
     biased = settings.get("use_conv_bias", True)
+    settings.said_once("layer_norm_epsilon", "norm_eps")
     eps = settings.get("layer_norm_epsilon", settings.get("norm_eps", 1e-5))
     normed = settings.get("rmsnorm", True)
     options: dict[str, Any] = {

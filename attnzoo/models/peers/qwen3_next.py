@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
-from attnzoo.models.peers.rotary import angles, rope_settings, theta
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.rotary import angles, norm_eps, rope_notes, rope_settings, theta
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
 
 LAYOUT = replace(TRANSFORMERS, attention="", centred=True)
 KINDS = {"linear_attention": "gated_deltanet", "full_attention": "rope"}
@@ -25,12 +26,13 @@ def qwen3_next(settings: Settings) -> Peer:
     settings.only("attention_bias", False)
     D, L, H = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
     _refuse_experts(settings, L)
-    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), settings["rms_norm_eps"]
-    rotated = int(K * rope_settings(settings).get("partial_rotary_factor", settings.get("partial_rotary_factor", 0.25)))
-    angle = pad(angles(settings, rotated), (0, (K - rotated) // 2))
+    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), norm_eps(settings)
+    rope_of = rope_settings(settings, partial=0.25)
+    rotated = int(K * rope_of.get("partial_rotary_factor", 0.25))
+    angle = pad(angles(rope_of, rotated), (0, (K - rotated) // 2))
     every = settings.get("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(L)]
-    names = settings.get("layer_types", default)
+    names = settings.listed("layer_types", "str", L) or default
     for name in names:
         if name not in KINDS:
             raise ValueError(f"config.json: layer_types has {name!r}, which is not supported (only {', '.join(KINDS)})")
@@ -39,7 +41,7 @@ def qwen3_next(settings: Settings) -> Peer:
     shared = value_heads // key_heads  # value heads of a key head
     options: dict[str, dict[str, Any]] = {
         "rope": {
-            "num_kv_heads": G, "head_dim": K, "theta": theta(settings), "rotated": rotated, "qk_norm": "rms",
+            "num_kv_heads": G, "head_dim": K, "theta": theta(rope_of), "rotated": rotated, "qk_norm": "rms",
             "qk_norm_shared": True, "qk_norm_eps": eps, "output_gate": "sigmoid",
         },
         "gated_deltanet": {
@@ -92,12 +94,14 @@ def qwen3_next(settings: Settings) -> Peer:
                 theirs.skip(name)
         return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
 
-    return Peer(config, weights, ("Qwen3-Next: norms scale by 1 + w, rounded here to the dtype of the weights",))
+    rounded = "Qwen3-Next: norms scale by 1 + w, rounded here to the dtype of the weights"
+    return Peer(config, weights, (rounded, *rope_notes(settings)))
 
 
 def _refuse_experts(settings: Settings, layers: int) -> None:
-    experts, step = settings.get("num_experts", 0), settings.get("decoder_sparse_step", 1)
-    sparse = [i for i in range(layers) if i not in settings.get("mlp_only_layers", []) and (i + 1) % step == 0]
+    dense = settings.listed("mlp_only_layers", "int") or []
+    experts, step = settings.get("num_experts", 0, least=0), settings.get("decoder_sparse_step", 1)
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     if experts and sparse:
         raise ValueError(
             f"config.json: num_experts = {experts} in {len(sparse)} layers is not supported (only dense MLPs: "

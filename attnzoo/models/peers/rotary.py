@@ -12,7 +12,10 @@ from torch import Tensor
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
-from attnzoo.models.peers.weights import Settings, Weights
+from attnzoo.models.peers.settings import Settings
+from attnzoo.models.peers.weights import Weights
+
+THETA = 10_000.0  # of angles where nothing is said
 
 
 def llama(settings: Settings) -> Peer:
@@ -34,21 +37,22 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     settings.only("hidden_act", "silu", "swish")
     settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
-    G, K = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H)
+    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), norm_eps(settings)
     outer = biases and settings.fields["model_type"] in ("llama", "qwen3")  # there the output has one too
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
     if normed:
-        options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
-    Settings(rope_settings(settings)).only("partial_rotary_factor", 1.0)
+        options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": eps}
+    rope = rope_settings(settings)
+    rope.only("partial_rotary_factor", 1.0)
     windows = _windows(settings, L)
-    angle = angles(settings, K)
+    angle = angles(rope, K)
     entries: list[dict[str, Any]] = [
-        {"name": "rope", "options": {"theta": theta(settings)} | ({} if window is None else {"window": window})}
+        {"name": "rope", "options": {"theta": theta(rope)} | ({} if window is None else {"window": window})}
         for window in windows
     ]
     config = ModelConfig(
         attention=pattern(entries), attention_options=options, num_heads=H,
-        intermediate_size=settings["intermediate_size"], norm_eps=settings["rms_norm_eps"], **common_sizes(settings),
+        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
     )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +76,12 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
                 theirs.skip(name)
         return decoder(theirs, TRANSFORMERS, L, attention, config.tie_embeddings)
 
-    return Peer(config, weights)
+    return Peer(config, weights, rope_notes(settings))
+
+
+def norm_eps(settings: Settings) -> float:
+    """What the norms add to mean squares."""
+    return float(settings.required("rms_norm_eps", "float"))
 
 
 def _windows(settings: Settings, layers: int) -> list[int | None]:
@@ -80,24 +89,29 @@ def _windows(settings: Settings, layers: int) -> list[int | None]:
     model = settings.fields["model_type"]
     if model == "llama":
         return [None] * layers
-    window, first = settings.fields.get("sliding_window", 4096), 0  # null: none
-    if model != "mistral":
+    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096  # null: none
+    named = settings.listed("layer_types", "str", layers)
+    if model == "mistral":
+        default = ["sliding_attention" if window else "full_attention"] * layers
+        if named not in (None, default):  # which transformers does not read there
+            raise ValueError(f"config.json: layer_types = {named} is not supported beside sliding_window = {window}")
+    else:
         window = window if settings.get("use_sliding_window", False) else None
-        first = settings.get("max_window_layers", 28)  # where `layer_types` is not written out
-    default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-    kinds = settings.get("layer_types", default)
+        first = settings.get("max_window_layers", 28, least=0)  # where `layer_types` is not written out
+        default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
+    kinds = named or default
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise ValueError(f"config.json: layer_types has {kind!r}, which is not supported")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def theta(settings: Settings) -> float:
+def theta(rope: Settings) -> float:
     """The base of the angles."""
-    return float(rope_settings(settings).get("rope_theta", settings.get("rope_theta", 10_000.0)))
+    return float(rope.get("rope_theta", THETA))
 
 
-def angles(settings: Settings, channels: int) -> Tensor:
+def angles(rope: Settings, channels: int) -> Tensor:
     """Radians per token of each pair of the `channels` that are rotated, `[channels / 2]` float32.
 
     `default`, `linear` (Chen et al., 2023) and `llama3` (Llama 3.1's model card) scaling are known.
@@ -105,28 +119,64 @@ def angles(settings: Settings, channels: int) -> Tensor:
     Raises:
         ValueError: another kind.
     """
-    rope = rope_settings(settings)
-    angle: Tensor = theta(settings) ** (-torch.arange(0, channels, 2, dtype=torch.float32) / channels)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    angle: Tensor = theta(rope) ** (-torch.arange(0, channels, 2, dtype=torch.float32) / channels)
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         return angle
     if kind == "linear":
-        return angle / float(rope["factor"])
+        return angle / float(rope.required("factor", "float"))
     if kind == "llama3":
-        turns = float(rope["original_max_position_embeddings"]) * angle / (2 * math.pi)  # in the original context
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        factor, low, high = (float(rope.required(name, "float")) for name in names)
+        turns = rope["original_max_position_embeddings"] * angle / (2 * math.pi)  # in the original context
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return angle * kept + angle / float(rope["factor"]) * (1 - kept)
+        return angle * kept + angle / factor * (1 - kept)
     raise ValueError(f"config.json: rope_type = {kind!r} is not supported (only 'default', 'linear', 'llama3')")
 
 
-def rope_settings(settings: Settings) -> dict[str, Any]:
-    """What is said of the angles, in one of the two places where it may stand.
+def rope_settings(settings: Settings, partial: float = 1.0) -> Settings:
+    """What is said of the angles: in `rope_scaling`, or else in `rope_parameters`, and beside them.
+
+    As in transformers (5.23, modeling_rope_utils.py) the former counts alone where both are there.
+
+    Args:
+        settings: of the model.
+        partial: `partial_rotary_factor` where nothing is said.
 
     Raises:
-        ValueError: they differ between kinds of layers.
+        ValueError: the two differ in more than the kind of scaling, or from what stands beside them; or kinds of layers
+            differ.
     """
-    rope: dict[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
+    scaling, parameters = (settings.within(name) for name in ("rope_scaling", "rope_parameters"))
+    rope = scaling if scaling.fields else parameters
+    if any(isinstance(value, dict) for one in (scaling, parameters) for value in one.fields.values()):
         raise ValueError("config.json: rope_parameters that differ between kinds of layers are not supported")
-    return rope
+    rope.said_once("rope_type", "type")
+    found = {name: value for name, value in rope.fields.items() if value is not None}
+    found.setdefault("rope_type", found.get("type", "default"))
+    neutral = {"rope_theta": THETA, "partial_rotary_factor": partial, "original_max_position_embeddings": None}
+    for name, value in neutral.items():
+        if settings.fields.get(name) is not None:
+            value = settings.fields[name]
+            if found.setdefault(name, value) != value:
+                raise ValueError(
+                    f"config.json: {name} = {value!r} and {rope.place.removeprefix(settings.place)}{name} = "
+                    f"{found[name]!r} say one thing twice, and differ"
+                )
+        other = parameters.fields.get(name)
+        if other is not None and other != found.get(name, value):
+            raise ValueError(
+                f"config.json: expected {name} = {other!r} of rope_parameters in rope_scaling, too, which counts alone "
+                f"where both are there, got {found.get(name)!r}"
+            )
+    if "max_position_embeddings" in settings:
+        found.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
+    return Settings({"partial_rotary_factor": partial, **found}, rope.place)
+
+
+def rope_notes(settings: Settings) -> tuple[str, ...]:
+    """What an importer should know of the two places."""
+    scaling, parameters = (settings.within(name).fields for name in ("rope_scaling", "rope_parameters"))
+    if not scaling or not parameters or scaling == parameters:
+        return ()
+    return ("config.json: rope_scaling counts, and rope_parameters beside it does not, as in transformers",)

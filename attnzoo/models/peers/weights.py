@@ -1,10 +1,9 @@
-"""The tensors and settings of a model folder, with a record of what has been read."""
+"""The tensors of a model folder, with a record of what has been read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from attnzoo.errors import unknown
 from attnzoo.files import json_object
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -20,12 +20,13 @@ class Weights:
     """Tensors by the peer's names.
 
     Args:
-        names: all there are.
+        names: all there are, in the order of the files.
         read: gives one of them.
+        dtype: the name of one's dtype, without reading it.
     """
 
-    def __init__(self, names: Iterator[str] | list[str], read: Callable[[str], Tensor]) -> None:
-        self.names, self.read = frozenset(names), read
+    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor], dtype: Callable[[str], str]) -> None:
+        self.names, self.read, self.dtype = dict.fromkeys(names).keys(), read, dtype
         self.unread = set(self.names)
 
     def __contains__(self, name: str) -> bool:
@@ -87,12 +88,21 @@ class Weights:
             there = opened[part].keys()  # type: ignore[no-untyped-call]
             _check_part(part, said, there)
             files |= dict.fromkeys(there, part)
-        return Weights(list(files), lambda name: opened[files[name]].get_tensor(name))  # type: ignore[no-untyped-call]
+
+        def dtype(name: str) -> str:
+            said = str(opened[files[name]].get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+            return SAFETENSORS.get(said, said)
+
+        return Weights(list(files), lambda name: opened[files[name]].get_tensor(name), dtype)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def of_state(state: Mapping[str, Tensor]) -> Weights:
         """Those of a state dict."""
-        return Weights(list(state), lambda name: state[name].detach().clone())
+        return Weights(
+            list(state),
+            lambda name: state[name].detach().clone(),
+            lambda name: str(state[name].dtype).removeprefix("torch."),
+        )
 
 
 def _parts(index: Path) -> dict[str, list[str]]:
@@ -100,6 +110,9 @@ def _parts(index: Path) -> dict[str, list[str]]:
     place = json_object(index.read_bytes(), index.name).get("weight_map")
     if not isinstance(place, dict) or not all(isinstance(part, str) for part in place.values()):
         raise ValueError(f"{index.name}: expected a weight_map, from the names of tensors to those of files")
+    for part in place.values():
+        if Path(part).name != part or part == "..":
+            raise ValueError(f"{index.name}: expected names of files of its own folder, got {part!r}")
     found: dict[str, list[str]] = {}
     for name, part in place.items():
         found.setdefault(part, []).append(name)
@@ -116,35 +129,10 @@ def _check_part(part: str, said: Sequence[str], there: Collection[str]) -> None:
 
 def _pickled(file: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = torch.load(file, weights_only=True, mmap=True)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name}: expected tensors by their names, got {type(found).__name__}")
+    for name, x in found.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided:
+            kind = x.layout if isinstance(x, Tensor) and isinstance(name, str) else type(x).__name__
+            raise ValueError(f"{file.name}: expected tensors by their names, got {kind} by {name!r}")
     return found
-
-
-class Settings:
-    """A peer's configuration, of which every field that changes what the model computes must be understood.
-
-    Args:
-        fields: as `config.json` holds them.
-    """
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
-
-    def __getitem__(self, name: str) -> Any:
-        if self.fields.get(name) is None:
-            raise ValueError(f"config.json: expected a value of {name!r}, found none")
-        return self.fields[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The field, or `default` where it is missing or null."""
-        value = self.fields.get(name)
-        return default if value is None else value
-
-    def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a model in which `name` is something else; missing and null mean the first.
-
-        Raises:
-            ValueError: it is.
-        """
-        value = self.get(name, allowed[0])
-        if value not in allowed:
-            raise ValueError(f"config.json: {name} = {value!r} is not supported (only {', '.join(map(repr, allowed))})")
