@@ -81,13 +81,18 @@ def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     "--pattern", "patterns", multiple=True, default=["*"], metavar="PATTERN",
     help="Which files, such as '*.c'; may be given several times.  [default: all]",
 )  # fmt: skip
-@click.option("--json-field", help="Of .json files, take the texts under this name only, without HTML's tags.")
+@click.option(
+    "--json-field",
+    help="Of .json files, and of each line of .jsonl and .ndjson files, take the texts under this name only, without "
+    "HTML's tags.",
+)
 @click.option("--min-bytes", type=click.IntRange(min=1), default=1, show_default=True, help="Of each document.")
 def corpus(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write the texts in files and archives as tokens for training.
 
     PATH is a file, a folder, or an archive (tar, zip, wheel, jar); .gz, .xz and .bz2 are unpacked. Each file is a
-    document. What is no text, too short, or there already is left out and counted; how long documents are is said.
+    document. What is no text, too short, larger than 1 GiB, damaged, or there already is left out and counted; how long
+    documents are is said.
     The folder written is a data.source, as of `attnzoo tokenize`.
     """
     from attnzoo.data.corpus import tokenize_corpus

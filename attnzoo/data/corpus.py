@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import errno
 import hashlib
 import json
-import lzma
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from attnzoo.data.archives import (
+    DECOMPRESS,
+    Budget,
+    LeftOutError,
+    Opened,
+    check,
+    left_out,
+    lines,
+    members,
+    unpacked,
+    whole,
+)
 from attnzoo.data.config import check_pattern
-from attnzoo.data.texts import files_in, is_hidden, whole_name
+from attnzoo.data.markup import plain
+from attnzoo.data.texts import files_in, is_hidden, text_of, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
+from attnzoo.errors import nearest
 from attnzoo.files import check_free, part_of, scratch_folder
 
-DECOMPRESS = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
-TARS = (".tar", ".tgz", ".txz", ".tbz2", *(f".tar{packed}" for packed in (*DECOMPRESS, ".zst")))
-DAMAGE = (  # what readers of archives raise
-    OSError, EOFError, RuntimeError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile,
-)  # fmt: skip
-BLOCKS = frozenset(["br", "dd", "div", "dl", "dt", "h1", "h2", "h3", "h4", "li", "ol", "p", "pre", "tr", "ul"])
+LINES = (".jsonl", ".ndjson")  # of which each line is JSON
 
 
 @dataclass
@@ -102,39 +104,63 @@ def collect(
 
     Archives (tar in any compression, zip and what is zip inside, such as wheels and jars) are read at any depth of
     folders, not within one another; what is in .gz, .xz or .bz2 is unpacked. Each file is a document. Left out,
-    and counted by reason, are texts that are not UTF-8 or hold a zero byte, shorter ones, those that equal one taken
-    before, and hidden files.
+    and counted by reason, are texts that are not UTF-8 or hold a zero byte, shorter ones or ones larger than 2^30
+    bytes, those that equal one taken before, hidden files, and what cannot be read: of a damaged archive the rest, and
+    all beyond 200 times its own size and 2^30 bytes.
 
     Args:
         paths: what to read.
         folder: where the texts go; it exists and is empty.
         patterns: a file is read if one of them matches the end of its path, such as `*.c`, `drivers/*.c`.
-        json_field: of `.json` files, only the texts under this name, at any depth, in order and without HTML's tags.
+        json_field: of `.json` files, and of each line of `.jsonl` and `.ndjson` files as a document of its own, only
+            the texts under this name, at any depth, in order and without HTML's tags.
         min_bytes: a document has at least that many, in UTF-8.
 
     Raises:
         FileNotFoundError: a path is not there.
-        ValueError: an archive that cannot be read, JSON that is none, two files of one name, or no document at all.
+        ValueError: two paths of one name, no text under `json_field`, or no document at all.
     """
     for pattern in patterns:
         check_pattern(pattern)
+    _check_names(paths)
     corpus, taken = Corpus(), set[bytes]()
-    for name, content in _files(paths, patterns):
-        text, reason = _text(name, content, json_field, min_bytes)
-        seen = hashlib.blake2b(text, digest_size=16).digest()
-        if not reason and seen in taken:
-            reason = "the same as another"
-        if reason:
-            corpus.left_out.setdefault(reason, []).append(name)
+    under = None if json_field is None else _Field(json_field)
+    for name, found in _documents(paths, patterns, under):
+        try:
+            if isinstance(found, LeftOutError):
+                raise found
+            text = _checked(found, min_bytes)
+            seen = hashlib.blake2b(text, digest_size=16).digest()
+            if seen in taken:
+                raise LeftOutError("the same as another")
+            _write(folder, name, text)
+        except LeftOutError as error:
+            why = f" ({error.detail})" if error.detail else ""
+            corpus.left_out.setdefault(error.reason, []).append(f"{_shown(name)}{why}")
             continue
         taken.add(seen)
-        _write(folder, name, text)
         corpus.documents += 1
+    if under is not None:
+        under.check()
     if not corpus.documents:
-        reasons = ", ".join(f"{len(names)} {reason}" for reason, names in corpus.left_out.items())
+        reasons = ", ".join(f"{len(names)} {reason} ({names[0]})" for reason, names in corpus.left_out.items())
         matching = f"no file matches {' or '.join(map(repr, patterns))}"
         raise ValueError(f"no documents in {', '.join(repr(str(path)) for path in paths)}: {reasons or matching}")
     return corpus
+
+
+def _shown(name: str) -> str:
+    """A name that does no harm to a terminal, and is not too long for it."""
+    name = name if len(name) <= 200 else f"{name[:100]}...{name[-60:]}"
+    return name if name.isprintable() else repr(name)
+
+
+def _check_names(paths: Sequence[Path]) -> None:
+    """Refuse paths whose documents would be called alike."""
+    named: dict[str, Path] = {}
+    for path in paths if len(paths) > 1 else []:
+        if named.setdefault(path.resolve().name, path) is not path:
+            raise ValueError(f"{str(named[path.resolve().name])!r} and {str(path)!r}: two documents would be called so")
 
 
 def _write(folder: Path, name: str, text: bytes) -> None:
@@ -144,125 +170,139 @@ def _write(folder: Path, name: str, text: bytes) -> None:
         with open(path, "xb") as file:
             file.write(text)
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
-        raise ValueError(f"{name!r}: two documents would be called so, or lie in one another") from None
+        raise LeftOutError("called as another, or as a folder of others") from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise LeftOutError("with too long a name") from None
 
 
-def _text(name: str, content: bytes | None, json_field: str | None, min_bytes: int) -> tuple[bytes, str]:
-    """The document in UTF-8, and why it is left out, or ""."""
-    if content is None:
-        return b"", "hidden"
-    zero = "with a zero byte"
-    if b"\0" in content:
-        return b"", zero
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return b"", "not UTF-8"
-    if json_field is not None and name.endswith(".json"):
-        try:
-            text = "\n".join(_plain(found) for found in _under(json.loads(text), json_field))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name!r} is not readable as JSON: {error}") from error
-    if "\0" in text:  # which JSON may escape, like half of a surrogate pair
-        return b"", zero
+def _checked(text: str, min_bytes: int) -> bytes:
+    """The document in UTF-8.
+
+    Raises:
+        LeftOutError: it is none.
+    """
     if not text:
-        return b"", "empty"
+        raise LeftOutError("empty")
     try:
         encoded = text.encode()
-    except UnicodeEncodeError:
-        return b"", "not UTF-8"
-    return encoded, f"shorter than {min_bytes:,} bytes" if len(encoded) < min_bytes else ""
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may escape, like a zero byte
+        raise LeftOutError("not UTF-8") from None
+    check(encoded)
+    if len(encoded) < min_bytes:
+        raise LeftOutError(f"shorter than {min_bytes:,} bytes")
+    return encoded
 
 
-def _under(value: Any, name: str) -> Iterator[str]:
-    """The texts under a name, at any depth, in order: one, or a list of them."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            for found in inner if key == name and isinstance(inner, list) else [inner]:
-                if key == name and isinstance(found, str):
-                    yield found
-                else:
-                    yield from _under(found, name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _under(inner, name)
+class _Field:
+    """What reads the texts under a name of JSON, and remembers which names there were.
+
+    Args:
+        name: of the texts.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.documents, self.damaged, self.found, self.others = name, 0, 0, 0, dict[str, None]()
+
+    def texts(self, content: bytes | bytearray) -> str:
+        """The texts of one document of JSON, without the tags of HTML.
+
+        Raises:
+            LeftOutError: it is no JSON.
+        """
+        try:
+            found = [plain(text) for text in self._under(json.loads(text_of(content)))]
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            self.damaged += 1
+            raise LeftOutError("not readable as JSON", error) from error
+        self.documents += 1
+        self.found += len(found)
+        return "\n".join(found)
+
+    def _under(self, value: Any) -> Iterator[str]:
+        """The texts under the name, at any depth, in order: one, or a list of them."""
+        if isinstance(value, dict):
+            if len(self.others) < 1000:
+                self.others |= dict.fromkeys(value)
+            for key, inner in value.items():
+                for found in inner if key == self.name and isinstance(inner, list) else [inner]:
+                    if key == self.name and isinstance(found, str):
+                        yield found
+                    else:
+                        yield from self._under(found)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from self._under(inner)
+
+    def check(self) -> None:
+        """Refuse a name that read nothing.
+
+        Raises:
+            ValueError: no file was JSON, or none had a text of that name.
+        """
+        if not self.documents + self.damaged:
+            raise ValueError(f"json_field={self.name!r}: expected files called .json, .jsonl or .ndjson, got none")
+        if self.documents and not self.found:
+            close = nearest(self.name, self.others)
+            said = f"json_field={self.name!r}: expected a text under that name in JSON, got none in {self.documents:,} "
+            raise ValueError(f"{said}documents{f'; did you mean {close!r}?' if close else ''}")
 
 
-class _Plain(HTMLParser):
-    """The text of HTML, a new line where a block begins or ends."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.found: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        self.found.append(data)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag in BLOCKS:
-            self.found.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.handle_starttag(tag, None)
-
-
-def _plain(html: str) -> str:
-    parser = _Plain()
-    parser.feed(html)
-    parser.close()
-    lines = (" ".join(line.split()) for line in "".join(parser.found).split("\n"))
-    return "\n".join(line for line in lines if line)
-
-
-def _files(paths: Sequence[Path], patterns: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
-    """Every file that is to be read, by the name of its document, archives by what they hold; None for a hidden one."""
+def _documents(
+    paths: Sequence[Path], patterns: Sequence[str], under: _Field | None
+) -> Iterator[tuple[str, str | LeftOutError]]:
+    """Every document by its name, archives by what they hold, or why it is left out."""
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
         files = sorted(files_in(path)) if path.is_dir() else [path]
         root = path if path.is_dir() else path.parent
-        place = path.resolve().name.lstrip(".") if len(paths) > 1 and path.is_dir() else ""
+        place = path.resolve().name.lstrip(".") + "/" if len(paths) > 1 and path.is_dir() else ""
         for file in files:
-            with _reading(file):
-                for name, read in _opened(file, file.relative_to(root).as_posix()):
-                    packed = PurePosixPath(name).suffix
-                    unpack = DECOMPRESS.get(packed.lower(), bytes)
-                    name = name if unpack is bytes else name.removesuffix(packed)
-                    whole = f"{place}/{name}" if place else name
-                    if not any(PurePosixPath(whole).match(pattern) for pattern in patterns):
-                        continue
-                    content = None if is_hidden(name) else unpack(read())
-                    yield whole_name(whole), content
+            budget = Budget(file.stat().st_size)
+            for path_inside, opened in members(file, file.relative_to(root).as_posix(), budget):
+                packed = PurePosixPath(path_inside).suffix
+                name = path_inside.removesuffix(packed) if packed.lower() in DECOMPRESS else path_inside
+                if isinstance(opened, LeftOutError):
+                    yield whole_name(f"{place}{path_inside}"), opened
+                elif not any(PurePosixPath(f"{place}{name}").match(pattern) for pattern in patterns):
+                    continue
+                elif is_hidden(name):
+                    yield whole_name(f"{place}{name}"), LeftOutError("hidden")
+                else:
+                    for document, found in _read(name, partial(_unpacked, opened, packed, budget), under):
+                        as_packed = document == name and isinstance(found, LeftOutError)
+                        yield whole_name(f"{place}{path_inside if as_packed else document}"), found
 
 
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _unpacked(opened: Opened, packed: str, budget: Budget) -> Any:
+    return unpacked(opened(), packed, budget)
+
+
+def _read(name: str, opened: Opened, under: _Field | None) -> Iterator[tuple[str, str | LeftOutError]]:
+    """The documents of a stream: one, or, of lines of JSON, one of each line."""
+    kind = PurePosixPath(name).suffix.lower()
+    if under is None or kind not in LINES:
+        text = under.texts if under and kind == ".json" else text_of
+        yield name, _told(lambda: text(whole(opened())))
+        return
     try:
-        yield
-    except DAMAGE as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's, not the archive's
-        raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
+        for number, line in enumerate(lines(opened()), 1):
+            if line:
+                found = line if isinstance(line, LeftOutError) else _told(partial(under.texts, line))
+                yield f"{name}/{number:08d}", found
+    except Exception as error:  # see _told
+        yield name, left_out(error)
 
 
-def _opened(file: Path, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """What a file holds, as names and functions that read."""
-    if file.name.lower().endswith(TARS):
-        with tarfile.open(file) as archive:
-            for member in archive:
-                content = archive.extractfile(member) if member.isfile() else None
-                if content is not None:
-                    yield _inside(name, member.name), content.read
-    elif file.suffix.lower() in (".zip", ".whl", ".jar"):
-        with zipfile.ZipFile(file) as packed:
-            for entry in packed.infolist():
-                if not entry.is_dir():
-                    yield _inside(name, entry.filename), partial(packed.read, entry)
-    else:
-        yield name, file.read_bytes
-
-
-def _inside(archive: str, member: str) -> str:
-    """The name of a document in an archive, which can lie nowhere but beneath the archive's own name."""
-    parts = [part for part in PurePosixPath(member.replace("\\", "/")).parts if part not in ("/", "..")]
-    return f"{archive}/{'/'.join(parts)}"
+def _told(read: Callable[[], str]) -> str | LeftOutError:
+    """A text, or why there is none."""
+    try:
+        return read()
+    except UnicodeDecodeError:
+        return LeftOutError("not UTF-8")
+    except Exception as error:  # of many kinds, as what is damaged brings them out of what unpacks it
+        return left_out(error)

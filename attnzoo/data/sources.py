@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -301,7 +302,7 @@ def _no_data(source: str, why: str) -> ValueError:
 
 
 def _document(path: Path) -> npt.NDArray[np.uint8]:
-    content, end = path.read_bytes(), bytes([DOCUMENT_END])
+    content, end = path.read_bytes().removeprefix(BOM_UTF8), bytes([DOCUMENT_END])
     if end in content:
         raise ValueError(
             f"{str(path)!r} has a zero byte at {content.index(end)}, which would end a document: it is no text, and "

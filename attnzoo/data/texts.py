@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Collection
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
             f"no data in {str(folder)!r}: the folder has no file that is not empty and matches {pattern!r}"
         )
     return shown
+
+
+def text_of(content: bytes | bytearray) -> str:
+    """A text in UTF-8 without the mark of the order of its bytes, with which some programs begin it.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return content.removeprefix(BOM_UTF8).decode("utf-8")
 
 
 def whole_name(name: str) -> str:

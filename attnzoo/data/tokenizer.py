@@ -17,7 +17,7 @@ import numpy as np
 from attnzoo.data.config import check_pattern
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
-from attnzoo.data.texts import held_out_names, stdlib_files, text_files, whole_name
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files, text_of, whole_name
 from attnzoo.data.windows import Tokens
 from attnzoo.files import json_object
 
@@ -331,7 +331,7 @@ def _read(file: Path, zero: bool) -> str:
     if not zero and b"\0" in content:
         raise ValueError(f"{str(file)!r} has a zero byte at {content.index(0)}, which would end a document")
     try:
-        return content.decode("utf-8")
+        return text_of(content)
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is not UTF-8 at byte {error.start}; a pattern can leave it out") from error
 

@@ -18,7 +18,7 @@ from attnzoo.data.shards import TOKENIZER, is_shards
 from attnzoo.data.sources import decode as decode_bytes
 from attnzoo.data.sources import encode as encode_bytes
 from attnzoo.data.tasks import Examples
-from attnzoo.data.texts import held_out_names, stdlib_files, text_files
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files, text_of
 from attnzoo.data.tokenizer import parse_tokenizer, prompt_encoder, read_tokenizer, special_tokens
 from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
@@ -280,7 +280,7 @@ def _tokens(subject: Subject, text: str) -> Tokens:
     end = [] if subject.end is None else [subject.end]
     for file in _files(subject, text):
         try:
-            found += [*subject.document(file.read_bytes().decode("utf-8")), *end]
+            found += [*subject.document(text_of(file.read_bytes())), *end]
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         if len(found) >= LONG:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -148,33 +149,57 @@ def test_the_texts_under_a_name_of_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "reason", "named"),
     [
-        ("x.tar.gz", b"no archive", "x.tar.gz' cannot be read"),
-        ("x.tar.xz", tar({"a": text("a") * 9999})[:-60], "x.tar.xz' cannot be read"),
-        ("x.zip", packed({"a.c": text("a")})[:-9], "x.zip' cannot be read"),
-        ("x.c.gz", gzip.compress(text("a"))[:-9], "x.c.gz' cannot be read"),
-        ("x.c.gz", gzip.compress(text("a"))[:12] + b"\xff" * 9, "x.c.gz' cannot be read"),
-        ("x.json", b"{", "'x.json' is not readable as JSON"),
-        ("x.json", b"[" + b"9" * 5000 + b"]", "'x.json' is not readable as JSON"),
-        ("x.json", b'{"documentation": "half a letter: \\ud83d"}', "no documents in .*: 1 not UTF-8"),
-        ("x.json", b'{"documentation": "an end: \\u0000"}', "no documents in .*: 1 with a zero byte"),
-        ("x.zip", packed({"a.c": text("a"), "./a.c": text("b")}), "'x.zip/a.c': two documents"),
-        ("x.zip", packed({"a": text("a"), "a/b": text("b")}), "'x.zip/a/b': two documents"),
-        ("x.c", b"", "no documents in .*: 1 empty"),
+        ("x.tar.gz", b"no archive", "cannot be read", "x.tar.gz (truncated header)"),
+        ("x.tar.xz", tar({"a": text("a")})[:-60], "cannot be read", "x.tar.xz (Compressed file ended"),
+        ("x.tar.zst", b"\x28\xb5\x2f\xfd more", "cannot be read", "x.tar.zst (it is packed by zstandard: unpack it"),
+        ("x.zip", packed({"a.c": text("a")})[:-9], "cannot be read", "x.zip (File is not a zip file)"),
+        ("x.c.gz", gzip.compress(text("a"))[:-9], "cannot be read", "x.c.gz (Compressed file ended"),
+        ("x.c.gz", gzip.compress(text("a"))[:12] + b"\xff" * 9, "cannot be read", "x.c.gz (Compressed file ended"),
+        ("x.c.bz2", bz2.compress(text("a") * 999)[:-9], "cannot be read", "x.c.bz2 (Compressed file ended"),
+        ("x.json", b"{", "not readable as JSON", "x.json (Expecting property name"),
+        ("x.json", b"[" + b"9" * 5000 + b"]", "not readable as JSON", "x.json (Exceeds the limit"),
+        ("x.json", b"[" * 200_000, "not readable as JSON", "x.json (maximum recursion depth"),
+        ("x.json", b'{"documentation": "half a letter: \\ud83d"}', "not UTF-8", "x.json"),
+        ("x.json", b'{"documentation": "an end: \\u0000"}', "with a zero byte", "x.json"),
+        ("x.c", b"", "empty", "x.c"),
     ],
     ids=[
-        "no tar", "a cut tar", "a cut zip", "a cut gzip", "a wrong gzip", "no JSON",
-        "a number that Python refuses", "half of a surrogate pair", "a zero byte of JSON",
-        "one name twice", "a file and a folder of one name", "nothing",
+        "no tar", "a cut tar", "another packing", "a cut zip", "a cut gzip", "a wrong gzip", "a cut bzip2", "no JSON",
+        "a number that Python refuses", "JSON in JSON", "half of a surrogate pair", "a zero byte of JSON", "nothing",
     ],  # an archive holds the time: its bytes are no names of tests
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(tmp_path, name, content, said):
-    into = tmp_path / "texts"
-    into.mkdir()
+def test_what_cannot_be_read_is_named_and_the_rest_is_taken(tmp_path, name, content, reason, named):
+    (tmp_path / "texts").mkdir()
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=said):
-        collect([tmp_path / name], into, json_field="documentation")
+    (tmp_path / "good.json").write_text(json.dumps({"documentation": "good"}))
+    field = "documentation" if name.endswith("json") else None
+    with pytest.raises(ValueError, match=re.escape(f"no documents in '{tmp_path / name}': 1 {reason} ({named}")):
+        collect([tmp_path / name], tmp_path / "texts", json_field=field)
+    found = collect([tmp_path / name, tmp_path / "good.json"], tmp_path / "texts", json_field=field)
+    assert found.documents == 1
+    assert [*found.left_out] == [reason]
+    (told,) = found.left_out[reason]
+    assert told.startswith(named)
+
+
+@pytest.mark.parametrize("second", ["./a.c", "a.c/b"])
+def test_of_two_documents_of_one_name_in_an_archive_the_first_is_taken(second, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "x.zip").write_bytes(packed({"a.c": text("a"), second: text("b"), "c.c": text("c")}))
+    found = collect([tmp_path / "x.zip"], tmp_path / "texts")
+    assert found.documents == 2
+    assert found.left_out == {"called as another, or as a folder of others": [f"x.zip/{second.removeprefix('./')}"]}
+    assert (tmp_path / "texts" / "x.zip" / "a.c").read_bytes() == text("a")
+
+
+def test_paths_of_one_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "src").mkdir(parents=True)
+        (tmp_path / name / "src" / "x.c").write_bytes(text(name))
+    with pytest.raises(ValueError, match=r"a/src' and '.*b/src': two documents would be called so"):
+        collect([tmp_path / "a" / "src", tmp_path / "b" / "src"], tmp_path)
 
 
 def test_the_command_writes_tokens_and_says_what_it_found(package, tmp_path):
