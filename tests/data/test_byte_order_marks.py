@@ -11,8 +11,8 @@ from attnzoo.data.config import DataConfig
 from attnzoo.data.corpus import tokenize_corpus
 from attnzoo.data.shards import read_shards
 from attnzoo.data.tokenizer import tokenize
+from attnzoo.trained.model import held_out_text, load_subject
 from attnzoo.training import train
-from attnzoo.training.subject import held_out_text, load_subject
 
 MARK = b"\xef\xbb\xbf"
 TEXT = b"a line of text\n" * 40
