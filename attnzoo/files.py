@@ -193,6 +193,18 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def parse_json(content: str | bytes) -> Any:
+    """What JSON holds.
+
+    Raises:
+        ValueError: it is none, or its parts lie in one another too deeply to be read.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
     """The keys and values of a JSON file.
 
@@ -200,8 +212,8 @@ def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
         ValueError: it holds anything else; ``name`` says which file.
     """
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(content)
+    except ValueError as error:
         raise ValueError(f"{name} is not readable as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{name}: expected a JSON object, got {type(found).__name__}")
@@ -225,7 +237,7 @@ def remembered_digest(path: Path) -> str:
     now = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo" / "digests.json"
     try:
-        known = json.loads(cache.read_bytes())
+        known = parse_json(cache.read_bytes())
         found, seal = known[now[0]]
         if seal == _seal(now, found):
             return str(found)

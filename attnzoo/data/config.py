@@ -66,7 +66,7 @@ class DataConfig:
         pattern: which files of a text folder, at any depth: a relative path that may have `*`. A command line needs
             quotes around it, `'data.pattern="*.md"'`.
         vocab_size: needed for `.npy` and `.bin` files.
-        dtype: of `.bin` files.
+        dtype: of `.bin` files, which are numbers alone or have the header of llm.c's.
         seed: of the order in which the text is seen.
 
     Raises:

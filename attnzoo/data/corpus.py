@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from attnzoo.data.markup import plain
 from attnzoo.data.texts import files_in, is_hidden, text_of, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.errors import nearest
-from attnzoo.files import check_free, part_of, scratch_folder
+from attnzoo.files import check_free, parse_json, part_of, scratch_folder
 
 LINES = (".jsonl", ".ndjson")  # of which each line is JSON
 
@@ -212,7 +211,7 @@ class _Field:
             LeftOutError: it is no JSON.
         """
         try:
-            found = [plain(text) for text in self._under(json.loads(text_of(content)))]
+            found = [plain(text) for text in self._under(parse_json(text_of(content)))]
         except UnicodeDecodeError:
             raise
         except (ValueError, RecursionError) as error:

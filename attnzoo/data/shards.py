@@ -3,10 +3,13 @@
 `shards.json` names them and appears last:
 
     {"version": 1, "dtype": "uint16" or "uint32", "vocab_size": N, "fingerprint": "...",
-     "splits": {"train": [{"file": "train-00000.bin", "tokens": n, "documents": m}], "held_out": [...]}}
+     "splits": {"train": [{"file": "train-00000.bin", "tokens": n, "documents": m, ".bin": "...", ".idx": "..."}],
+                "held_out": [...]}}
 
 A `.bin` file is little-endian tokens and nothing else; the `.idx` file beside it has the int64 starts of its documents
-and, as the last of its m + 1 numbers, the number of tokens. `tokenizer.json` (of tokenizers) may stand beside them.
+and, as the last of its m + 1 numbers, the number of tokens. The SHA-256 of the two stand under their suffixes, so that
+the fingerprint, which is of everything, can be compared with what the index says without reading them; versions before
+wrote none. `tokenizer.json` (of tokenizers) may stand beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +26,14 @@ import numpy.typing as npt
 
 from attnzoo.data.windows import Tokens
 from attnzoo.errors import unknown
-from attnzoo.files import digest, remembered_digest, whole_folder
+from attnzoo.files import digest, json_object, remembered_digest, whole_folder
 
 INDEX, TOKENIZER = "shards.json", "tokenizer.json"
 SPLITS = ("train", "held_out")
+SUFFIXES = (".bin", ".idx")
 DTYPES = ("uint16", "uint32")
 VERSION = 1
+PIECE = 2**20  # borders looked at at a time
 SHARD_TOKENS = 2**28  # a file is closed when it has that many
 
 
@@ -41,12 +46,14 @@ class Shard:
         dtype: of its tokens, `uint16` or `uint32`.
         count: tokens.
         documents: how many.
+        digests: SHA-256 of the `.bin` and the `.idx` file as they were written; none by versions that wrote none.
     """
 
     path: Path
     dtype: str
     count: int
     documents: int
+    digests: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Tokens:
@@ -90,7 +97,8 @@ class TokenShards:
             ValueError: the tokens have changed since they were written.
         """
         splits = {"train": self.train, "held_out": self.held_out}
-        if _fingerprint(self.vocab_size, splits, remembered_digest) != self.fingerprint:
+        now = {name: tuple(_with_digests(shard, remembered_digest) for shard in splits[name]) for name in SPLITS}
+        if _fingerprint(self.vocab_size, now) != self.fingerprint:
             raise ValueError(f"{str(self.folder)!r}: the tokens are not those of which {INDEX} holds the fingerprint")
 
     def check_newer(self) -> None:
@@ -124,19 +132,22 @@ def read_shards(folder: str | Path) -> TokenShards:
         raise FileNotFoundError(f"no tokens in {str(folder)!r}: there is no {INDEX} (`attnzoo tokenize` writes it)")
     index = folder / INDEX
     try:
-        found = json.loads(index.read_bytes())
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        found = json_object(index.read_bytes(), "it")
+        if found.get("version") != VERSION:
             raise ValueError(f"expected an object of version {VERSION}")
         if found["dtype"] not in DTYPES:
             raise unknown("dtype", found["dtype"], DTYPES)
         if not isinstance(found["vocab_size"], int) or not isinstance(found["fingerprint"], str):
             raise ValueError("expected a number vocab_size and a text fingerprint")
         splits = {name: tuple(_shards(folder, found["dtype"], found["splits"][name])) for name in SPLITS}
+        shards = [shard for name in SPLITS for shard in splits[name]]
+        if all(shard.digests for shard in shards) and _fingerprint(found["vocab_size"], splits) != found["fingerprint"]:
+            raise ValueError("what it says is not what its fingerprint was made of")
     except KeyError as error:
         raise ValueError(f"{str(index)!r}: {error.args[0]} is missing") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(index)!r}: {error}") from error
-    for shard in (shard for split in splits.values() for shard in split):
+    for shard in shards:
         _check_sizes(shard)
     return TokenShards(folder, found["vocab_size"], found["fingerprint"], **splits)
 
@@ -148,7 +159,8 @@ def _shards(folder: Path, dtype: str, entries: list[Mapping[str, Any]]) -> Itera
             raise ValueError(f"file: expected the name of a .bin file of this folder, got {name!r}")
         if not (isinstance(count, int) and isinstance(documents, int) and 1 <= documents <= count):
             raise ValueError(f"{name}: expected 1 <= documents <= tokens, got {documents!r} and {count!r}")
-        yield Shard(folder / name, dtype, count, documents)
+        digests = tuple(str(entry[suffix]) for suffix in SUFFIXES if suffix in entry)
+        yield Shard(folder / name, dtype, count, documents, digests if len(digests) == len(SUFFIXES) else ())
 
 
 def _check_sizes(shard: Shard) -> None:
@@ -162,6 +174,12 @@ def _check_sizes(shard: Shard) -> None:
     first, last = (int(x) for x in shard.starts[[0, -1]])
     if (first, last) != (0, shard.count):
         raise ValueError(f"{str(path)!r}: expected starts from 0 to {shard.count}, got {first} to {last}")
+    starts = shard.starts
+    for begin in range(0, shard.documents, PIECE):
+        falls = np.flatnonzero(np.diff(starts[begin : begin + PIECE + 1]) <= 0)
+        if falls.size:
+            at = begin + int(falls[0])
+            raise ValueError(f"{str(path)!r}: expected starts that rise, got {starts[at]} and {starts[at + 1]} at {at}")
 
 
 def write_shards(
@@ -200,7 +218,11 @@ def write_shards(
         for name, content in (tokenizer or {}).items():
             (part / name).write_bytes(content)
         entries = {
-            name: [{"file": shard.path.name, "tokens": shard.count, "documents": shard.documents} for shard in shards]
+            name: [
+                {"file": shard.path.name, "tokens": shard.count, "documents": shard.documents}
+                | dict(zip(SUFFIXES, shard.digests, strict=True))
+                for shard in shards
+            ]
             for name, shards in splits.items()
         }
         fingerprint = _fingerprint(vocab_size, splits)
@@ -226,7 +248,7 @@ def _write_split(
                 starts.append(starts[-1] + len(document))
                 document = next(remaining, None)
         path.with_suffix(".idx").write_bytes(np.array(starts, dtype="<i8").tobytes())
-        yield Shard(path, dtype, starts[-1], len(starts) - 1)
+        yield _with_digests(Shard(path, dtype, starts[-1], len(starts) - 1), digest)
         number += 1
 
 
@@ -242,11 +264,15 @@ def _append(file: BinaryIO, document: Tokens, vocab_size: int, dtype: str) -> No
     file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
-def _fingerprint(vocab_size: int, splits: Mapping[str, tuple[Shard, ...]], read: Callable[[Path], str] = digest) -> str:
+def _with_digests(shard: Shard, read: Callable[[Path], str]) -> Shard:
+    return replace(shard, digests=tuple(read(shard.path.with_suffix(suffix)) for suffix in SUFFIXES))
+
+
+def _fingerprint(vocab_size: int, splits: Mapping[str, tuple[Shard, ...]]) -> str:
     result = hashlib.blake2b(f"{vocab_size}\n".encode(), digest_size=16)
     for name in SPLITS:
         for shard in splits[name]:
             facts = {**asdict(shard), "path": shard.path.name, "split": name}
-            facts |= {kind: read(shard.path.with_suffix(kind)) for kind in (".bin", ".idx")}
+            facts |= dict(zip(SUFFIXES, facts.pop("digests"), strict=True))
             result.update(f"{json.dumps(facts, sort_keys=True)}\n".encode())
     return result.hexdigest()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnzoo.data.config import TASK, DataConfig
+from attnzoo.data.numbers import read_numbers
 from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.tasks import TASKS, Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
@@ -236,7 +237,7 @@ def _read(source: str, config: DataConfig) -> _Source:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
-        pieces = [_Piece(file.name, _read_shard(file, config.dtype), file) for file in files]
+        pieces = [_Piece(file.name, read_numbers(file, config.dtype, config.vocab_size), file) for file in files]
         return _Source(source, pieces, text=False, knows_documents=False)
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
 
@@ -309,28 +310,6 @@ def _document(path: Path) -> npt.NDArray[np.uint8]:
             "data.pattern can leave it out of a folder"
         )
     return np.frombuffer(content + end, dtype=np.uint8)
-
-
-def _read_shard(path: Path, dtype: str) -> Tokens:
-    if path.stat().st_size == 0:
-        raise ValueError(f"no data in {str(path)!r}: the file is empty")
-    if path.suffix == ".bin":
-        if path.stat().st_size % np.dtype(dtype).itemsize:
-            raise ValueError(f"{str(path)!r} is not a whole number of {dtype} tokens: {path.stat().st_size} bytes")
-        return np.memmap(path, dtype=dtype, mode="r")
-    try:
-        shard = np.lib.format.open_memmap(path, mode="r")  # np.load would also open archives
-    except OSError:
-        raise
-    except Exception as error:  # of many kinds, since the header is read as Python
-        raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
-    if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
-        raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")
-    if shard.offset + shard.nbytes != path.stat().st_size:
-        raise ValueError(
-            f"{str(path)!r} has {path.stat().st_size} bytes where its header says {shard.offset + shard.nbytes}"
-        )
-    return shard
 
 
 def _split(source: _Source, config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:

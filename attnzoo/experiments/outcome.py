@@ -15,7 +15,7 @@ import numpy as np
 from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
-from attnzoo.files import write_whole
+from attnzoo.files import parse_json, write_whole
 
 BETTER = 4.0  # standard errors of the difference below a guess, so that it is no chance
 
@@ -163,7 +163,7 @@ def load_outcome(path: Path) -> Outcome:
         ValueError: the file is not what was written.
     """
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_json(path.read_text(encoding="utf-8"))
         if kept.pop("digest") != _digest(kept):
             raise ValueError("its content is not what was written")
         runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}

@@ -29,7 +29,7 @@ from attnzoo.experiments.probes import Probe, Subject
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
-from attnzoo.files import write_whole
+from attnzoo.files import parse_json, write_whole
 from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
@@ -368,7 +368,7 @@ def _known(folder: Path, key: str) -> Trained | None:
 def _kept(folder: Path, key: str) -> dict[str, Any]:
     """What a run's folder holds of what was measured by this key; nothing if that is damaged."""
     try:
-        kept = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        kept = parse_json((folder / MEASURED).read_text(encoding="utf-8"))
         return kept if kept["key"] == key else {}
     except (OSError, KeyError, TypeError, ValueError):
         return {}

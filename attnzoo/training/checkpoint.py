@@ -23,7 +23,17 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.files import PART, damaged_name, digest, part_of, scratch_content, scratch_folder, sync, write_whole
+from attnzoo.files import (
+    PART,
+    damaged_name,
+    digest,
+    parse_json,
+    part_of,
+    scratch_content,
+    scratch_folder,
+    sync,
+    write_whole,
+)
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.forgetting import networks, set_phase
@@ -140,7 +150,7 @@ def read_progress(checkpoint: Path) -> Progress:
     """
     path = checkpoint / "progress.json"
     try:
-        progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
+        progress = Progress(**parse_json(path.read_text(encoding="utf-8")))
         if not (isinstance(progress.step, int) and isinstance(progress.tokens, int) and progress.tokens >= 0):
             raise ValueError(f"expected whole numbers of steps and tokens, got {progress.step!r}, {progress.tokens!r}")
         if not (isinstance(progress.seconds, float | int) and math.isfinite(progress.seconds)):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from attnzoo.files import digest, write_whole
+from attnzoo.files import digest, parse_json, write_whole
 
 FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
@@ -34,7 +34,7 @@ def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
     if not path.exists():
         return None
     try:
-        rows = json.loads(path.read_bytes())
+        rows = parse_json(path.read_bytes())
         found = {name: (int(row["bytes"]), str(row["sha256"])) for name, row in rows.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from attnzoo.files import damaged_name, write_whole
+from attnzoo.files import damaged_name, parse_json, write_whole
 
 Row = dict[str, Any]
 
@@ -133,7 +133,7 @@ def _rows(path: Path) -> tuple[list[Row], list[int]]:
     wrong = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not all(isinstance(row[name], float | int) and isfinite(row[name]) for name in NUMBERS[row["kind"]]):
                 raise TypeError("not a number")
         except (ValueError, TypeError, KeyError):

@@ -1,6 +1,7 @@
 """Folders of tokens: what is written is what is read, and a folder that is not as it says is refused by name."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -138,3 +139,54 @@ def test_changed_tokens_are_found(folder):
     (folder / "train-00000.bin").write_bytes(np.array([1, 2, 4], "<u2").tobytes())
     with pytest.raises(ValueError, match="not those of which shards.json"):
         read_shards(folder).check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["splits"].update(train=index["splits"]["held_out"], held_out=index["splits"]["train"]),
+        lambda index: index["splits"].update(held_out=index["splits"]["train"]),
+        lambda index: index.update(vocab_size=301),
+        lambda index: index["splits"]["train"].pop(),
+        lambda index: index["splits"]["train"][0].update({".bin": "0" * 64}),
+        lambda index: index.update(fingerprint="0" * 32),
+    ],
+    ids=["splits exchanged", "one split twice", "a vocabulary", "a file less", "a digest", "a fingerprint"],
+)
+def test_a_changed_index_is_found_though_its_time_is_old(change, folder):
+    path = folder / "shards.json"
+    status, index = path.stat(), json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"shards\.json': what it says is not what its fingerprint was made of"):
+        read_shards(folder)
+
+
+def test_borders_that_do_not_rise_are_found_though_their_time_is_old(tmp_path):
+    folder = tmp_path / "tokens"
+    write_shards(folder, 300, [np.arange(4)] * 3)
+    path = folder / "train-00000.idx"
+    status = path.stat()
+    for inner, at in (([10**9, 8], 1), ([4, 4], 1), ([-1, 8], 0)):
+        path.write_bytes(np.array([0, *inner, 12], "<i8").tobytes())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(ValueError, match=rf"train-00000\.idx': expected starts that rise, got .* at {at}$"):
+            read_shards(folder)
+
+
+def test_an_index_nested_too_deeply_is_named(folder):
+    (folder / "shards.json").write_text('{"version":' + "[" * 200_000)
+    with pytest.raises(ValueError, match=r"shards\.json': it is not readable as JSON: maximum recursion"):
+        read_shards(folder)
+
+
+def test_a_folder_of_a_version_without_digests_has_the_same_fingerprint(folder):
+    path = folder / "shards.json"
+    index = json.loads(path.read_text())
+    for entry in (entry for split in index["splits"].values() for entry in split):
+        del entry[".bin"], entry[".idx"]
+    path.write_text(json.dumps(index))
+    shards = read_shards(folder)
+    shards.check()
+    assert shards.fingerprint == index["fingerprint"]

@@ -19,6 +19,8 @@ DAMAGE = [
     ("optimizer.bin", "emptied"),
     ("random_states_0.pkl", "removed"),
     ("progress.json", "cut"),
+    ("progress.json", "nested"),
+    ("digests.json", "nested"),
 ]
 
 
@@ -56,6 +58,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(finished, r
         path.write_bytes(path.read_bytes()[:-20])
     elif kind == "emptied":
         path.write_bytes(b"")
+    elif kind == "nested":
+        path.write_bytes(b"[" * 200_000)
     else:
         path.unlink()
     seen = []
@@ -183,7 +187,7 @@ def test_digests_cover_all_that_a_checkpoint_holds(run):
     }
 
 
-@pytest.mark.parametrize("garbage", [b"\0\0\xff", b"[1, 2]", b'{"kind": "eval", "step": "4"}'])
+@pytest.mark.parametrize("garbage", [b"\0\0\xff", b"[1, 2]", b"[" * 200_000, b'{"kind": "eval", "step": "4"}'])
 def test_a_line_that_is_no_row_costs_no_other_row_and_is_said(finished, run, caplog, garbage):
     config, run_dir = run
     path = run_dir / "metrics.jsonl"

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
-from attnzoo.files import write_whole
+from attnzoo.files import parse_json, write_whole
 from attnzoo.trained.model import Subject, fresh_subject, load_subject
 from attnzoo.training.recipe import load_config
 
@@ -105,7 +105,7 @@ def check_own(folder: Path, name: str, title: str) -> None:
     if not path.exists():
         return
     try:
-        other = json.loads(path.read_bytes())["model"]
+        other = parse_json(path.read_bytes())["model"]
     except (ValueError, TypeError, KeyError):
         other = "no evaluation"
     if other != title:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
-from attnzoo.files import digest, write_whole
+from attnzoo.files import digest, parse_json, write_whole
 
 JSON_NAME, ARRAYS_NAME = "evaluation.json", "evaluation.npz"
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def load_result(run_dir: Path) -> RunResult:
     if not (run_dir / JSON_NAME).is_file():
         raise FileNotFoundError(f"{run_dir}: no {JSON_NAME} in it, so it is no finished run of a comparison")
     try:
-        saved = json.loads((run_dir / JSON_NAME).read_text(encoding="utf-8"))
+        saved = parse_json((run_dir / JSON_NAME).read_text(encoding="utf-8"))
         if "digest" in saved and saved.pop("digest") != _digest(saved):
             raise ValueError("its content is not what was written")
         if "arrays" in saved and saved["arrays"] != digest(run_dir / ARRAYS_NAME):

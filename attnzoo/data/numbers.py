@@ -1,0 +1,88 @@
+"""Files of tokens that others write: `.npy`, and `.bin`, with and without a header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from attnzoo.data.windows import Tokens
+
+# github.com/karpathy/llm.c, dev/data/data_common.py, which modded-nanogpt follows: magic number and version, and what a
+# token is; behind them the number of tokens, in a header of 256 int32.
+HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+HEADER = 256 * 4  # bytes
+WIDER = {"uint8": ("uint32", "uint16"), "uint16": ("int64", "uint32"), "uint32": ("int64",), "int32": ("int64",)}
+SAMPLE = 2**16  # tokens
+
+
+def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
+    """A file's tokens, a memory map.
+
+    Args:
+        path: a `.npy` or a `.bin` file.
+        dtype: of a `.bin` file.
+        vocab_size: tokens are below it; None: nobody has said.
+
+    Raises:
+        ValueError: the file is empty, holds no such numbers, or numbers of another dtype.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"no data in {str(path)!r}: the file is empty")
+    if path.suffix != ".bin":
+        return _read_npy(path)
+    offset = _header(path, dtype)
+    if (size - offset) % np.dtype(dtype).itemsize:
+        raise ValueError(f"{str(path)!r} is not a whole number of {dtype} tokens: {size - offset} bytes")
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset)
+    for wider in WIDER.get(dtype, ()):
+        if _is_of(tokens, wider, vocab_size or 1):
+            raise ValueError(f"{str(path)!r}: data.dtype={dtype!r} makes every other token 0: take data.dtype={wider}")
+    return tokens
+
+
+def _header(path: Path, dtype: str) -> int:
+    """Bytes of a header that says what the file says of itself, 0 where there is none."""
+    with open(path, "rb") as file:
+        start = np.frombuffer(file.read(HEADER), dtype="<i4")[:3] if path.stat().st_size >= HEADER else []
+    magic, version, tokens = (*map(int, start), 0, 0, 0)[:3]
+    versions = {version: found for (known, version), found in HEADERS.items() if known == magic}
+    if not versions:
+        return 0
+    said = f"{str(path)!r} begins with the header of an llm.c file"
+    if version not in versions:
+        raise ValueError(f"{said}: expected version {' or '.join(map(str, versions))}, got {version}")
+    if dtype != versions[version]:
+        raise ValueError(f"{said} of {versions[version]} tokens: take data.dtype={versions[version]}, not {dtype}")
+    whole = HEADER + tokens * np.dtype(dtype).itemsize
+    if path.stat().st_size != whole:
+        raise ValueError(f"{said}: expected the {whole} bytes of its {tokens} tokens, got {path.stat().st_size}")
+    return HEADER
+
+
+def _is_of(tokens: Tokens, wider: str, vocab_size: int) -> bool:
+    """Whether a file looks like one of tokens that are several of these each: the higher ones hardly used."""
+    narrow, times = tokens.dtype.itemsize, np.dtype(wider).itemsize // tokens.dtype.itemsize
+    sample = tokens[: min(SAMPLE, len(tokens)) // times * times].reshape(-1, times)
+    highest = (vocab_size - 1) >> 8 * narrow  # what the second of them may come to
+    if len(sample) < 32 or len(tokens) % times:
+        return False
+    first, second, others = sample[:, 0], sample[:, 1], sample[:, 2:]
+    return bool((second <= highest).all() and not others.any() and first.max() > max(highest, 1))
+
+
+def _read_npy(path: Path) -> Tokens:
+    try:
+        shard = np.lib.format.open_memmap(path, mode="r")  # np.load would also open archives
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, since the header is read as Python
+        raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
+    if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
+        raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")
+    if shard.offset + shard.nbytes != path.stat().st_size:
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size} bytes where its header says {shard.offset + shard.nbytes}"
+        )
+    return shard
