@@ -140,9 +140,9 @@ LISTS = {  # where names of several parts stand together, and why
     "algebra.gate": "the declaration",
     "registry": "the table of pairs",
     "evaluation.pruning": "what the kernels' counts of blocks read",
-    "forms.few_tokens": "what a kernel reads",
-    "forms.triton": "what a kernel reads",
-    "forms.triton_wall": "what a kernel reads",
+    "forms.backends.recurrent": "what a kernel reads",
+    "forms.backends.fox_path": "what a kernel reads",
+    "forms.backends.wall": "what a kernel reads",
 }
 
 
