@@ -68,9 +68,12 @@ def show(name: str) -> None:
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
 @click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for sizes cpu..., else auto]")
+@click.option(
+    "--rates", type=PATH, help="A result.json, of another size, whose learning rates are taken, model by model."
+)
 def run(
     name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
-    minutes: float | None, only: tuple[str, ...], device: str | None,
+    minutes: float | None, only: tuple[str, ...], device: str | None, rates: Path | None,
 ) -> None:  # fmt: skip
     """Train, measure, judge every expectation, and write a page.
 
@@ -81,6 +84,7 @@ def run(
     from rich.console import Console
 
     from attnzoo.experiments.experiment import find, find_size
+    from attnzoo.experiments.outcome import load_outcome
     from attnzoo.experiments.plan import Plan, device_of
     from attnzoo.experiments.run import run_experiment
 
@@ -93,6 +97,8 @@ def run(
     asked = ["--size", size] if size != "cpu" else []
     asked += ["--seeds", str(seeds)] if seeds else []
     asked += ["--device", device] if device else []
+    asked += ["--rates", str(rates)] if rates else []
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
-    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or device_of(size))
+    chosen = {run.arm: run.lr for run in load_outcome(rates).runs} if rates else {}
+    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

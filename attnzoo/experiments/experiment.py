@@ -57,6 +57,8 @@ class Size:
     Args:
         settings: `key=value` of the training: model, data, steps.
         lrs: the learning rates that every arm is tried at, with the first seed.
+        tries: `key=value` of the trainings that only try a learning rate, behind `settings`, such as fewer steps. With
+            them rates are searched: beyond `lrs`, along 1, 2, 5, 10, ..., until the best has a worse one on both sides.
         rows: of a task, that each probe asks.
         tokens: of held-out text, that each probe reads.
         after: `key=value` of the training of arms that start from others, behind `settings`.
@@ -67,9 +69,10 @@ class Size:
     rows: int = 256
     tokens: int = 65536
     after: tuple[str, ...] = ()
+    tries: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        several(self, "settings", "lrs", "after")
+        several(self, "settings", "lrs", "after", "tries")
         at_least(self, 1, "rows", "tokens")
         if not self.lrs:
             raise ValueError("lrs: expected at least one learning rate, got none")
@@ -284,6 +287,9 @@ def cost_of(experiment: Experiment, name: str) -> str:
     kinds = {getattr(probe, "task", None) for probe in experiment.probes}
     words = f"{' '.join((*experiment.settings, *size.settings))}; "
     words += f"learning rates {', '.join(map(rate_in_words, size.lrs))}"
+    words += (
+        f", and further ones until the best lies between two, tried with {' '.join(size.tries)}" if size.tries else ""
+    )
     words += f"; models that start from others: {' '.join(size.after)}" if size.after else ""
     words += f"; measured on {size.rows:,} rows of the task" if True in kinds else ""
     return words + (f"; measured on {size.tokens:,} tokens of held-out text" if False in kinds else "")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnzoo.data.tasks import build_task
@@ -27,6 +28,7 @@ class Plan:
         seeds: runs per arm.
         overrides: `key=value` of the training, for all runs.
         device: `auto` or `cpu`.
+        rates: learning rate of arms by name, where it was chosen before, at another size; those are not searched.
     """
 
     name: str
@@ -35,14 +37,30 @@ class Plan:
     seeds: int
     overrides: tuple[str, ...] = ()
     device: str = "auto"
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         at_least(self, 2, "seeds")
 
-    def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
-        """The training of one run."""
+    def grid(self, experiment: Experiment, arm: Arm) -> tuple[float, ...]:
+        """The learning rates that an arm is tried at, before any search; of one nothing is tried."""
+        chosen = self.rates.get(arm.name)
+        return (chosen,) if chosen is not None else arm.lrs or find_size(experiment, self.size).lrs
+
+    def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False) -> TrainConfig:
+        """The training of one run.
+
+        Args:
+            experiment: whose.
+            arm: of it.
+            lr: the learning rate.
+            seed: of weights and data.
+            tries: whether it only tries the learning rate, and may be shorter.
+        """
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
+        shorter = size.tries if tries else ()
+        given += shorter
         settings = read_settings([*ALWAYS, *given])
         own = (*OWN, "start_from") if arm.after else OWN
         for key in (key for key in own if key != "model.attention_options" and names_key(settings, key)):
@@ -53,10 +71,10 @@ class Plan:
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options_at(self.size)}
         settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
-        settings["output_dir"] = self._folder(arm, lr, seed)
+        settings["output_dir"] = self._folder(arm, lr, seed) + ("-tried" if shorter else "")
         if arm.after:
             before = experiment.arm(arm.after)
-            rates = before.lrs or size.lrs
+            rates = self.grid(experiment, before)
             if len(rates) > 1:
                 raise ValueError(
                     f"after: expected an arm with one learning rate, got {before.name!r} with {len(rates)}"

@@ -176,7 +176,7 @@ class Loss:
     task: ClassVar[bool] = False
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        return {1.0: float(_losses(subject, 1.0).mean())}
+        return {1.0: float(text_losses(subject, 1.0).mean())}
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class LossByPlace:
             raise ValueError(f"bands: expected 1 to {T}, the tokens of the training context, got {self.bands}")
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        losses = _losses(subject, self.factor).mean(0)
+        losses = text_losses(subject, self.factor).mean(0)
         context = subject.config.data.context_length
         cuts = [round(end * context) for end in self.at]
         return {end: float(losses[a:b].mean()) for end, a, b in zip(self.at, [0, *cuts], cuts, strict=False)}
@@ -310,7 +310,7 @@ class PrunedLoss:
         losses = []
         for prune in (None, Prune()):
             with pruning(subject.model, prune):
-                losses.append(float(_losses(subject, self.length).mean()))
+                losses.append(float(text_losses(subject, self.length).mean()))
         return {1.0: losses[1] - losses[0]}
 
 
@@ -343,5 +343,6 @@ def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) 
     return Examples(task, round(data.context_length * length), ROWS_SEED, held_out=True)
 
 
-def _losses(subject: Subject, factor: float) -> Array:
+def text_losses(subject: Subject, factor: float) -> Array:
+    """The loss of every token of held-out windows of so many training contexts, ``[N, length]``."""
     return token_losses(subject.model, subject.windows(factor))

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import connection, get_context
 from typing import Any
 
 import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
 
 
 def apart(
@@ -22,6 +24,8 @@ def apart(
     jobs: int,
     until: float = math.inf,
     after: Mapping[str, Collection[str]] | None = None,
+    gpus: int = 1,
+    failed: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """Do tasks in processes beside this one, ``jobs`` at a time, and yield the label of each that is done.
 
@@ -35,9 +39,13 @@ def apart(
         jobs: processes at a time.
         until: by `time.monotonic`, when the tasks that are left are given up, and those that run told to stop.
         after: label -> labels of tasks that must be done before; the others start in the order of `tasks`.
+        gpus: how many GPUs the processes are spread over, each of which then sees one of them; 1 leaves them as they
+            are.
+        failed: called with what a task that failed says; the others go on, but for those that wait for it. None: the
+            others are told to stop, as by SIGTERM.
 
     Raises:
-        ChildProcessError: a task failed, with its label and its message; the others are told to stop, as by SIGTERM.
+        ChildProcessError: a task failed, with its label and its message, and `failed` is None.
     """
     after = after or {}
     waiting, done = list(tasks), set[str]()
@@ -47,19 +55,32 @@ def apart(
         try:
             while (waiting or running) and time.monotonic() < until:
                 ready = [label for label in waiting if done.issuperset(after.get(label, ()))]
+                if not ready and not running:  # all that is left waits for a task that failed
+                    return
                 for label in ready[: jobs - len(running)]:
                     waiting.remove(label)
-                    worker = idle.pop() if idle else _Worker()
+                    busy = [worker.gpu for _, worker in running.values()]
+                    gpu = min(range(gpus), key=busy.count)  # the one with the least to do
+                    worker = next((worker for worker in idle if worker.gpu == gpu), None) or _Worker(gpu, gpus > 1)
+                    idle = [other for other in idle if other is not worker]
                     worker.channel.send(tasks[label])
                     running[worker.channel] = (label, worker)
                 left = None if until == math.inf else max(until - time.monotonic(), 0.0)
                 for channel in connection.wait(list(running), left):
-                    label, worker = running[channel]
-                    worker.check(label)
-                    del running[channel]
-                    idle.append(worker)
-                    done.add(label)
-                    yield label
+                    label, worker = running.pop(channel)
+                    try:
+                        worker.check(label)
+                    except ChildProcessError as error:
+                        if failed is None:
+                            running[channel] = (label, worker)
+                            raise
+                        failed(str(error))
+                    else:
+                        done.add(label)
+                    if not worker.ended:
+                        idle.append(worker)
+                    if label in done:
+                        yield label
         finally:
             workers = [*idle, *(worker for _, worker in running.values())]
             for worker in workers:
@@ -72,11 +93,13 @@ def apart(
 class _Worker:
     """A process that does what it is sent, a task after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int, alone: bool) -> None:
+        self.gpu, self.ended = gpu, False
         context = get_context("spawn")
         self.channel, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, torch.get_num_threads()))
-        self.process.start()
+        with _environment(VISIBLE, _visible(gpu), anew=True) if alone else nullcontext():
+            self.process.start()
         theirs.close()
 
     def check(self, label: str) -> None:
@@ -85,6 +108,7 @@ class _Worker:
             error = self.channel.recv()
         except EOFError:
             self.process.join()
+            self.ended = True
             error = f"ended with {self.process.exitcode}"
         if error is not None:
             raise ChildProcessError(f"{label}: {error}")
@@ -118,17 +142,27 @@ def _failure(task: Callable[[], object]) -> str | None:
     return None
 
 
+def _visible(gpu: int) -> str:
+    """The name of one of the GPUs that this process sees."""
+    names = os.environ.get(VISIBLE)
+    return names.split(",")[gpu] if names else str(gpu)
+
+
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """``name`` is ``value`` for what is started meanwhile, unless it was set before."""
-    if name in os.environ:
+def _environment(name: str, value: str, anew: bool = False) -> Iterator[None]:
+    """``name`` is ``value`` for what is started meanwhile; where it was set before, only where ``anew``."""
+    before = os.environ.get(name)
+    if before is not None and not anew:
         yield
         return
     os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[name]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

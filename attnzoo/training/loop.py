@@ -99,6 +99,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         if checkpoint is None and config.start_from is not None:
             start_from(model, config.start_from, config.data)
         if config.compile:
+            torch.compiler.reset()  # what an earlier run of this process compiled counts towards a limit
             for block in model.blocks:
                 block.compile()
             model.chunk_loss = torch.compile(model.chunk_loss)

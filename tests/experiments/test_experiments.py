@@ -20,6 +20,7 @@ from rich.console import Console
 from attnzoo.cli import app
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation.answers import Guess, measure_guess
+from attnzoo.experiments import kept
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
@@ -107,9 +108,9 @@ def test_run_on_a_text_that_has_changed_is_another_run(own):
     experiment, keys = find(own), []
     for text in ("one and two. " * 200, "one and two. " * 200, "two and one. " * 200):
         Path("text.txt").write_text(text)
-        running._fingerprint.cache_clear()
+        kept._fingerprint.cache_clear()
         plan = Plan(own, "cpu", Path("out"), 2, ("data.source=text.txt", "data.context_length=16"))
-        keys.append(running._place(plan, experiment, experiment.arms[0], 0.01, 0)[1])
+        keys.append(kept.place(plan, experiment, experiment.arms[0], 0.01, 0)[1])
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from own_experiment import start, write_own
 
+from attnzoo.experiments import kept
 from attnzoo.experiments import run as running
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import load_outcome
@@ -76,9 +77,9 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
         f"on, seed {seed}": [f"none, one head, seed {seed}"] for seed in (0, 1)
     }
     longer = replace(plan, overrides=("steps=3",))
-    assert not running._finished(longer, experiment, experiment.arm("on"))[1]
+    assert not kept.finished(longer, experiment, experiment.arm("on"))[1]
     elsewhere = replace(plan, out=Path("out").rename("other"))
-    assert len(running._finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
+    assert len(kept.finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
     with pytest.raises(ValueError, match="unknown after 'on' of the arm 'fox'"):
         replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
     with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
@@ -127,7 +128,7 @@ def test_weights_that_another_training_gives_are_measured_with_those_that_start_
     assert running.run_seed(plan, "on", 0) == before[1]  # its own base was not trained again
     Path("out/none-one-head/lr0.1-seed0/measured.json").unlink()
     running.run_seed(plan, base, 0)
-    assert [run.seed for run in running._finished(plan, experiment, experiment.arm("on"))[1]] == [1]
+    assert [run.seed for run in kept.finished(plan, experiment, experiment.arm("on"))[1]] == [1]
     run_arm(plan, "on")
     assert running.run_seed(plan, "on", 0).validation == pytest.approx(running.run_seed(plan, base, 0).validation)
 

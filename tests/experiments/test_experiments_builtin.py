@@ -97,7 +97,8 @@ def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeyp
     """A few steps at the size that is for it, after those of the arm that it starts from."""
     monkeypatch.chdir(tmp_path)
     experiment = find(name)
-    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
+    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1", "compile=false")
+    few += ("data.source=stdlib",) if "data.source=tokens/packages" in experiment.settings else ()
     size = experiment.sizes["gpu"]
     experiment = replace(
         experiment, sizes={**experiment.sizes, "gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))}

@@ -1,0 +1,114 @@
+"""Every pair of the zoo with the gates of the papers, and scalar gates that begin open beside them."""
+
+from typing import Any
+
+from attnzoo.experiments.claims import All, Below, Correlated, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import Kept, Loss, LossByPlace, Speed
+from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
+
+OURS = "our own question; the pairs are Arshia Afzal's (2026)"
+LOSS = "loss"
+OPEN = {"gate_bias": 6.0}  # each token takes 0.2% of what was before it
+PAIRS = (  # linear side, softmax side, parts; RetNet without its rotation, which is a part of another pair
+    ("retnet", "alibi", ("constant",)),
+    ("mamba2", "fox", ("scalar",)),
+    ("gla", "wall", ("channel",)),
+    ("complex_linear", "rope", ("angle",)),
+    ("deltanet", "path", ("delta",)),
+    ("gated_deltanet", "path_fox", ("scalar", "delta")),
+    ("kda", "path_wall", ("channel", "delta")),
+    ("mamba3", "fox_rope", ("scalar", "angle")),
+)
+BASES = ("linear_attention", "nope")
+ANEW: dict[str, dict[str, Any]] = {  # scalar gates of one kind on both sides, which begin open
+    "mamba2": {"gate": "forget", **OPEN}, "fox": OPEN,
+    "gated_deltanet": {"gate": ["forget", "delta"], **OPEN}, "path_fox": OPEN, "fox_rope": OPEN,
+}  # fmt: skip
+
+
+def begun_open(name: str) -> str:
+    """The arm of a variant whose gates begin open; of one that has no such arm its only one."""
+    return f"{name}, open" if name in ANEW else name
+
+
+def size(width: int, layers: int, steps: int, *lrs: float, tries: int = 0, settings: tuple[str, ...] = ()) -> Size:
+    return Size(
+        settings=(
+            f"steps={steps}", "batch_size=16", "log_every=25",
+            f"model={{hidden_size: {width}, num_layers: {layers}, num_heads: {width // 64}, "
+            f"intermediate_size: {width * 9 // 256 * 64}, vocab_size: 4096}}",
+            f"optimizer.warmup_steps={steps // 10}", "eval_tokens=524288", "mixed_precision=bf16", "compile=true",
+            *settings,
+        ),
+        lrs=lrs,
+        tokens=2**19,
+        tries=(f"steps={tries}", f"optimizer.warmup_steps={tries // 10}") if tries else (),
+    )  # fmt: skip
+
+
+def pairs(name_of: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name_of(linear), name_of(softmax)) for linear, softmax, _ in PAIRS)
+
+
+EXPERIMENT = Experiment(
+    title="Every pair, on real text",
+    question=(
+        "Does what helps a recurrence help its dual? Nine pairs in equal layers (QK-norm, shift of keys and values, "
+        "output norm and gate), at three sizes and about 20 tokens a weight, on the Python sources of packages with a "
+        "tokenizer of their own, in a context of 4096 tokens; the learning rate of each is searched at the smallest "
+        "size. Gates are those of the papers and begin as there; scalar ones also begin open, with one gate on both "
+        "sides. A gain is the loss that a part takes from the model with neither gate nor transition on the same side."
+    ),
+    arms=(
+        Arm("linear_attention", "linear_attention"), Arm("nope", "nope"),
+        *(Arm(name, name, {"rotary": None} if name == "retnet" else {}) for pair in PAIRS for name in pair[:2]),
+        *(Arm(begun_open(name), name, options) for name, options in ANEW.items()),
+    ),
+    settings=("data.source=tokens/packages", "data.context_length=4096"),
+    options={"block": "pro"},
+    sizes={
+        "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=160),
+        "gpu-10m": size(384, 6, 3240, 2e-3),
+        "gpu-25m": size(512, 8, 7500, 1e-3),
+        "gpu-rehearsal": size(256, 4, 20, 2e-3),
+        "cpu": Size(
+            settings=(
+                "steps=300", "batch_size=8", "data.source=stdlib", "data.context_length=128", "log_every=50",
+                "model={hidden_size: 32, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
+                "eval_tokens=16384",
+            ),
+            lrs=(6e-3,), tokens=32768,
+        ),
+    },
+    probes=(
+        Loss(), LossByStretch(), LossByPlace(factor=8, bands=2), ReadAgain(lengths=(1.0, 8.0)),
+        Kept(lengths=(1.0, 8.0), block=64), Speed(),
+    ),
+    expectations=(
+        Expectation("What helps a recurrence helps its dual, with the papers' gates: the gains are correlated.", OURS,
+                    Correlated(BASES, pairs(str), LOSS)),
+        Expectation("And with scalar gates of one kind that begin open.", OURS,
+                    Correlated(BASES, pairs(begun_open), LOSS)),
+        Expectation("A scalar gate helps both sides.",
+                    "Lin et al., Forgetting Transformer (2025), Table 3; Yang et al., Gated Delta Networks (2025)",
+                    All((Below(Value("mamba2", LOSS), Value("linear_attention", LOSS)),
+                         Below(Value("fox", LOSS), Value("nope", LOSS))))),
+        Expectation("The delta rule helps where there is no gate, on both sides.",
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021); Yang et al., PaTH "
+                    "Attention (2025)",
+                    All((Below(Value("deltanet", LOSS), Value("linear_attention", LOSS)),
+                         Below(Value("path", LOSS), Value("nope", LOSS))))),
+        Expectation("A forget gate is better than a rotation.", "Lin et al., Forgetting Transformer (2025), Figure 2",
+                    Below(Value("fox", LOSS), Value("rope", LOSS))),
+        Expectation("So it is where it begins open.", "our own question, after `open_gates`",
+                    Below(Value("fox, open", LOSS), Value("rope", LOSS))),
+        Expectation("Gate and delta rule together are better than either, on the softmax side.",
+                    "Yang et al., PaTH Attention (2025), PaTH-FoX",
+                    All((Below(Value("path_fox", LOSS), Value("fox", LOSS)),
+                         Below(Value("path_fox", LOSS), Value("path", LOSS))))),
+        Expectation("And on the linear side.", "Yang et al., Gated Delta Networks (2025)",
+                    All((Below(Value("gated_deltanet", LOSS), Value("mamba2", LOSS)),
+                         Below(Value("gated_deltanet", LOSS), Value("deltanet", LOSS))))),
+    ),
+)  # fmt: skip

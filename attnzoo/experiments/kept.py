@@ -1,0 +1,143 @@
+"""What the folder of an experiment holds of its runs, by what decides them: settings, text, probes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attnzoo.data import build_data
+from attnzoo.data.config import DataConfig
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size
+from attnzoo.experiments.outcome import Trained, chosen, from_json
+from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.probes import Probe
+from attnzoo.files import parse_json
+from attnzoo.training import newest_checkpoint
+from attnzoo.training.checkpoint import identity
+from attnzoo.training.recipe import TrainConfig, load_config, to_yaml
+
+MEASURED = "measured.json"
+
+
+def finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Trained], list[Trained]]:
+    """What the folder holds of an arm: the runs that tried a learning rate, and if those are all there, the measured
+    ones."""
+    rates = plan.grid(experiment, arm)
+    tried = tried_of(plan, experiment, arm)
+    seeds = range(plan.seeds) if len(rates) == 1 or not untried(plan, experiment, arm) else ()
+    best = rates[0] if len(rates) == 1 else chosen(tried) if seeds else 0.0
+    runs = [run for seed in seeds if (run := known_run(*place(plan, experiment, arm, best, seed)))]
+    return [replace(run, values={}, guesses={}) for run in tried], [run for run in runs if run.note or run.values]
+
+
+def tried_of(plan: Plan, experiment: Experiment, arm: Arm) -> list[Trained]:
+    """The runs in the folder that tried a learning rate of an arm, by rate: of its grid, and of the search beyond."""
+    rates, found = list(plan.grid(experiment, arm)), list[Trained]()
+    tries = len(rates) > 1
+    for lr in rates:
+        if run := known_run(*place(plan, experiment, arm, lr, 0, tries)):
+            found.append(run)
+        searched = tries and find_size(experiment, plan.size).tries and len(found) == len(rates)
+        if searched and (beyond := further(found)) is not None:
+            rates.append(beyond)
+    return sorted(found, key=lambda run: run.lr)
+
+
+def untried(plan: Plan, experiment: Experiment, arm: Arm) -> list[float]:
+    """The learning rates to try of an arm before its best is known: those of its grid, then one of the search."""
+    tried = tried_of(plan, experiment, arm)
+    missing = [lr for lr in plan.grid(experiment, arm) if lr not in [run.lr for run in tried]]
+    if missing or not find_size(experiment, plan.size).tries:
+        return missing
+    beyond = further(tried)
+    return [] if beyond is None else [beyond]
+
+
+def further(tried: Sequence[Trained]) -> float | None:
+    """The learning rate to try next, where the best of some is the largest or the smallest: along 1, 2, 5, 10, ...
+
+    None where the best lies between two, or none of them ended well.
+    """
+    rates, best = sorted(run.lr for run in tried), chosen(tried)
+    if all(math.isinf(run.validation) for run in tried) or rates[0] < best < rates[-1]:
+        return None
+    up = best == rates[-1]
+    exponent = math.floor(math.log10(best))
+    steps = [float(f"{digit}e{power}") for power in range(exponent - 1, exponent + 2) for digit in (1, 2, 5)]
+    return min(x for x in steps if x > best * 1.001) if up else max(x for x in steps if x < best * 0.999)
+
+
+def place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False) -> tuple[Path, str]:
+    """The folder of a run, and the key of what is to be measured of it."""
+    config = plan.config(experiment, arm, lr, seed, tries)
+    key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
+    if arm.after:
+        before, key_before = place_before(plan, experiment, arm, seed)
+        key += key_before + weights_measured(before, key_before)
+    return Path(config.output_dir), key
+
+
+def place_before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> tuple[Path, str]:
+    """The same of the run whose weights an arm's run starts from."""
+    before = experiment.arm(arm.after)
+    return place(plan, experiment, before, plan.grid(experiment, before)[0], seed)
+
+
+def known_run(folder: Path, key: str) -> Trained | None:
+    """What was measured of a run before; None if nothing was, or of another run or in another way."""
+    try:
+        return from_json(_kept(folder, key)["run"])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def weights_of(folder: Path) -> str:
+    """What the newest checkpoint's weights are known by; empty without one."""
+    checkpoint = newest_checkpoint(folder)
+    return "" if checkpoint is None else identity(checkpoint)
+
+
+def weights_measured(folder: Path, key: str) -> str:
+    """What the weights are known by that were measured of a run; empty if none were."""
+    return str(_kept(folder, key).get("weights", ""))
+
+
+def _kept(folder: Path, key: str) -> dict[str, Any]:
+    """What a run's folder holds of what was measured by this key; nothing if that is damaged."""
+    try:
+        kept = parse_json((folder / MEASURED).read_text(encoding="utf-8"))
+        return kept if kept["key"] == key else {}
+    except (OSError, KeyError, TypeError, ValueError):
+        return {}
+
+
+def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) -> str:
+    """Of all that decides what a run is and what is measured of it, but its place and that of the run before it: the
+    text, too, since one source may hold another on another machine."""
+    config = replace(config, output_dir="-", start_from=after or config.start_from)
+    text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
+    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(probes: Sequence[Probe]) -> str:
+    """Probes with their options, the same in every process: a default repr has the object's place in memory instead."""
+    plain = (probe for probe in probes if type(probe).__repr__ is object.__repr__)
+    options = [
+        {name: value for name in dir(probe) if name[0] != "_" and not callable(value := getattr(probe, name))}
+        for probe in plain
+    ]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{probes}{options or ''}")
+
+
+@cache
+def _fingerprint(data: str) -> str:
+    """Of what a source holds now; `data` is a DataConfig as JSON."""
+    return build_data(load_config(json.loads(data), (), DataConfig)).fingerprint

@@ -1,0 +1,72 @@
+"""More of what is measured on held-out text: its stretches one by one, and a text that is read twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attnzoo.evaluation import token_losses
+from attnzoo.experiments.probes import Subject, text_losses
+
+
+@dataclass(frozen=True)
+class LossByStretch:
+    """Mean held-out loss over the training context in each of several stretches of the held-out text, nats per token.
+
+    Args:
+        name: what a reader sees.
+        stretches: of equally many windows.
+    """
+
+    name: str = "loss by stretch"
+    stretches: int = 32
+    places: str = "stretch of the held-out text"
+    percent: bool = False
+    task: ClassVar[bool] = False
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return tuple(float(n) for n in range(1, self.stretches + 1))
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        parts = np.array_split(text_losses(subject, 1.0).mean(1), self.stretches)
+        return {float(n): float(part.mean()) for n, part in enumerate(parts, 1) if part.size}
+
+
+@dataclass(frozen=True)
+class ReadAgain:
+    """The loss of a held-out text that the model has just read: a row is a text twice, and what counts is the second
+    time, nats per token.
+
+    Args:
+        name: what a reader sees.
+        lengths: of the rows, in training contexts; the text is half as long.
+    """
+
+    name: str = "loss of a text read again"
+    lengths: tuple[float, ...] = (1.0,)
+    percent: bool = False
+    task: ClassVar[bool] = False
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return self.lengths
+
+    @property
+    def longest(self) -> float:
+        return max(self.lengths) / 2
+
+    @property
+    def places(self) -> str:
+        return "length, in training contexts" if len(self.lengths) > 1 else ""
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        found = {}
+        for length in self.lengths:
+            text = subject.windows(length / 2)[:, 1:]
+            rows = torch.cat([text, text], 1)  # the first token of the second time is asked after the last of the first
+            found[length] = float(token_losses(subject.model, rows)[:, text.shape[1] :].mean())
+        return found
