@@ -12,17 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from attnzoo.errors import check_kinds, several
+from attnzoo.experiments.statistics import (
+    LEVEL,
+    Array,
+    correlation,
+    drawn_anew,
+    mean_error,
+    smallest_p,
+    spread,
+    tail,
+    without_each,
+)
 
-Array = npt.NDArray[np.float64]
-LEVEL = 0.05
-PAIRED = 8  # gains on either side, which stand beside each other in 40,320 ways
 Word = Literal["seen", "not seen", "undecided"]
 SEEN: Word = "seen"
 NOT_SEEN: Word = "not seen"
@@ -180,30 +187,43 @@ def in_order(*values: Value, by: float = 0.0) -> All:
 
 @dataclass(frozen=True)
 class Correlated:
-    """Gains over a base on one side grow with those on the other: a positive correlation of the means over the seeds.
+    """Gains over a base on one side grow with those on the other: a positive correlation of the means over the seeds,
+    which stays positive whichever pair is left out.
 
     Args:
         bases: on the one side and on the other; smaller values are better.
-        pairs: further arms on the one side, with theirs on the other; 2 to 8 of them, for every pairing is counted (4
-            or more for a p below 0.05).
+        pairs: further arms on the one side, with theirs on the other.
         probe: what is measured of them.
+        parts: of each pair, by name; none where each is a part of its own. What is counted are relabellings of parts.
+        text: a probe of the same number in stretches of the text, and how many; then the correlation is said with the
+            middle 95% of what it is where seeds and stretches are drawn anew.
 
     Raises:
-        ValueError: fewer or more pairs.
+        ValueError: parts of another number of pairs, more than 8 of them, or so few that no correlation is ever seen.
     """
 
     bases: tuple[str, str]
     pairs: tuple[tuple[str, str], ...]
     probe: str
+    parts: tuple[tuple[str, ...], ...] = ()
+    text: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
-        several(self, "pairs")
-        if not 2 <= len(self.pairs) <= PAIRED:
-            raise ValueError(f"pairs: expected 2 to {PAIRED}, whose every pairing is counted, got {len(self.pairs)}")
+        several(self, "pairs", "parts")
+        if self.parts and len(self.parts) != len(self.pairs):
+            raise ValueError(f"parts: expected those of {len(self.pairs)} pairs, got those of {len(self.parts)}")
+        least = smallest_p(self.parts or [pair[:1] for pair in self.pairs])
+        if least > LEVEL:
+            raise ValueError(
+                f"pairs: expected ones of at least four parts: with those of {len(self.pairs)} pairs p is never below "
+                f"{least:.2g}, and the claim is never seen"
+            )
 
     @property
     def values(self) -> tuple[Value, ...]:
-        return tuple(Value(arm, self.probe) for pair in (self.bases, *self.pairs) for arm in pair)
+        probes = (self.probe, self.text[0]) if self.text else (self.probe,)
+        arms = [arm for pair in (self.bases, *self.pairs) for arm in pair]
+        return tuple(Value(arm, probe) for probe in probes for arm in arms)
 
     def gains(self, of: Values) -> tuple[Array, Array]:
         """What each pair gains over the bases, by seed, ``[pairs, seeds]`` for either side."""
@@ -219,48 +239,29 @@ class Correlated:
         one, other = (gains.mean(1) for gains in self.gains(of))
         if not np.isfinite([one, other]).all() or one.std() == 0 or other.std() == 0:
             return Verdict(UNDECIDED, "no correlation of values that are all alike, or not finite")
-        r, above = correlation(one, other)
-        below = correlation(one, -other)[1]
-        word = SEEN if above <= LEVEL else NOT_SEEN if below <= LEVEL else UNDECIDED
-        return Verdict(word, f"r = {r:.2f} over {len(one)} pairs of gains, p = {_p(above)}")
+        r, above = correlation(one, other, self.parts)
+        below = correlation(one, -other, self.parts)[1]
+        left = without_each(one, other)
+        seen, not_seen = above <= LEVEL and left.min() > 0, below <= LEVEL and left.max() < 0
+        first, *others = np.argsort(left if r > 0 else -left)
+        how = f"over {len(one)} pairs of gains" + (f" of {len(set(sum(self.parts, ())))} parts" if self.parts else "")
+        ends = f"{left[others].min():.2f} to {left[others].max():.2f}"
+        why = f"r = {r:.2f} {how}{self._interval(of)}, p = {_p(above)}"
+        why += f"; {left[first]:.2f} without {' / '.join(self.pairs[first])}, {ends} without another one"
+        return Verdict(SEEN if seen else NOT_SEEN if not_seen else UNDECIDED, why)
 
-
-def correlation(one: Array, other: Array) -> tuple[float, float]:
-    """Pearson's r of two sets of up to 8 numbers, and the exact share of all pairings whose r is as large or larger."""
-    a, b = ((x - x.mean()) / (x.std() * math.sqrt(x.size)) for x in (one, other))
-    every = b[np.array(list(permutations(range(b.size))))] @ a
-    r = float(a @ b)
-    return r, float((every >= r - 1e-12).mean())
-
-
-def tail(t: float, freedom: float) -> float:
-    """The probability that Student's t is above ``t``, by Simpson's rule on its angle atan(t / sqrt(freedom)).
-
-    Args:
-        t: any number, infinite ones too.
-        freedom: degrees of freedom, at least 1.
-    """
-    angles = np.linspace(0, math.atan(abs(t) / math.sqrt(freedom)), 2001)
-    heights = np.cos(angles) ** (freedom - 1)
-    weights = np.where(np.arange(2001) % 2, 4.0, 2.0)
-    weights[[0, -1]] = 1
-    area = float(heights @ weights) * angles[1] / 3
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    above = max(0.5 - scale * area, 0.0)
-    return float(above if t >= 0 else 1 - above)
-
-
-def spread(values: Array) -> str:
-    """Mean ± standard error over the seeds, in words."""
-    mean, error, _ = mean_error(values)
-    return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")
-
-
-def mean_error(values: Array) -> tuple[float, float, int]:
-    """Mean, its standard error (nan of one value), degrees of freedom; of equal values exact, without rounding."""
-    n, apart = values.size, values - values[0]
-    error = float(apart.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return float(values[0] + apart.mean()), error, n - 1
+    def _interval(self, of: Values) -> str:
+        """The middle 95% of the correlation over seeds and stretches of text, in words; "" where nothing says them."""
+        if self.text is None:
+            return ""
+        probe, count = self.text
+        sides = [[pair[side] for pair in (self.bases, *self.pairs)] for side in (0, 1)]
+        one, other = (
+            np.stack([np.stack([of(Value(arm, probe, float(n))) for n in range(1, count + 1)], 1) for arm in arms])
+            for arms in sides
+        )
+        low, high = drawn_anew(one, other)
+        return f" (95% {low:.2f} to {high:.2f})"
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:

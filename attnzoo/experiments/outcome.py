@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from attnzoo.evaluation.answers import Guess
-from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
+from attnzoo.experiments.claims import UNDECIDED, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
+from attnzoo.experiments.statistics import Array
 from attnzoo.files import parse_json, write_whole
 
 BETTER = 4.0  # standard errors of the difference below a guess, so that it is no chance

@@ -104,6 +104,32 @@ def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_
     assert len({process for _, process in lines}) == 2
 
 
+def test_a_run_that_fails_stops_only_those_that_wait_for_it_where_failures_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    tasks = {"a": partial(time.sleep, "x"), "b": partial(time.sleep, 0), "gone": partial(os._exit, 7)}
+    tasks |= {"after a": partial(time.sleep, 0), "after b": partial(time.sleep, 0)}
+    done = list(processes.apart(tasks, 2, after={"after a": ["a"], "after b": ["b"]}, failed=said.append))
+    assert sorted(done) == ["after b", "b"]
+    assert sorted(line.partition(":")[0] for line in said) == ["a", "gone"]
+
+
+def test_processes_are_spread_over_the_gpus_that_this_one_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen"
+    for given, expected in (("", ["0", "1"]), ("5,GPU-7", ["5", "GPU-7"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        seen.write_text("")
+        tasks = {name: partial(_note_gpu, seen, 1.0) for name in "abcd"}
+        assert sorted(processes.apart(tasks, 4, gpus=2)) == list("abcd")
+        assert sorted(seen.read_text().split()) == sorted(2 * expected)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == given
+
+
+def _note_gpu(seen: Path, seconds: float) -> None:
+    with open(seen, "a") as file:
+        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\n")
+    time.sleep(seconds)
+
+
 def _done_when_told_to_stop(ready: Path) -> None:
     """As a training whose last step is under way when it is told."""
     told: list[int] = []

@@ -198,6 +198,45 @@ def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
 
 
+def test_learning_rates_are_searched_until_the_best_lies_between_two(own, monkeypatch):
+    """Along 1, 2, 5, 10, ..., in short trainings, up and down, and no further where none ends well."""
+    Path(own).write_text(
+        Path(own).read_text().replace("lrs=(0.01, 0.02), rows=4", "lrs=(0.01, 0.02), tries=('steps=2',)")
+    )
+    experiment, best, ran = find(own), 0.1, []
+
+    def trained(plan, experiment, arm, lr, seed, measure, tries=False):
+        ran.append((lr, plan.config(experiment, arm, lr, seed, tries).steps))
+        folder, key = kept.place(plan, experiment, arm, lr, seed, tries)
+        run = Trained(arm.name, lr, seed, abs(lr - best) if lr < 0.4 else float("inf"), {})
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / kept.MEASURED).write_text(json.dumps({"key": key, "run": as_json(run)}))
+        return run
+
+    monkeypatch.setattr(running, "run_once", trained)
+    steps = Plan(own, "cpu", Path("up"), 2).config(experiment, experiment.arms[0], 0.01, 0).steps
+    plan = Plan(own, "cpu", Path("up"), 2)
+    assert running.run_seed(plan, "fox", 1).lr == 0.1
+    assert ran == [(0.01, 2), (0.02, 2), (0.05, 2), (0.1, 2), (0.2, 2), (0.1, steps)]
+    assert [run.lr for run in kept.finished(plan, experiment, experiment.arm("fox"))[0]] == [0.01, 0.02, 0.05, 0.1, 0.2]
+    best = 0.002
+    assert running.run_search(Plan(own, "cpu", Path("down"), 2), "fox").lr == 0.002
+    assert min(lr for lr, _ in ran) == 0.001
+    best = 1.0
+    assert running.run_search(Plan(own, "cpu", Path("diverges"), 2), "fox").lr == 0.2
+    tasks, after = running._tasks(plan, experiment, experiment.arms)
+    assert after["fox, seed 1"] == ["fox, best learning rate"]
+    assert after["fox, best learning rate"] == ["fox, learning rate 0.01", "fox, learning rate 0.02"]
+
+
+def test_learning_rates_of_another_size_are_taken_and_not_searched(own):
+    plan = Plan(own, "cpu", Path("out"), 2, rates={"fox": 0.3})
+    tasks, _ = running._tasks(plan, find(own), find(own).arms)
+    assert [label for label in tasks if "learning rate" in label] == []
+    assert plan.grid(find(own), find(own).arm("fox")) == (0.3,)
+    assert plan.grid(find(own), find(own).arm("none, one head")) == (0.1,)
+
+
 def test_learning_rates_that_are_equal_to_six_digits_have_runs_of_their_own(own):
     plan, experiment = Plan(own, "cpu", Path("out"), 2), find(own)
     folders = [
@@ -213,6 +252,7 @@ def test_small_models_share_a_gpu(monkeypatch):
     assert running._jobs_at_a_time(None, 10**13) == 16
     assert running._jobs_at_a_time(139 * 2**30, 10**11) == 16
     assert running._jobs_at_a_time(78 * 2**30, 10**11) == 9
+    assert running._jobs_at_a_time(78 * 2**30, 10**11, gpus=4) == 4
     assert running._jobs_at_a_time(4 * 2**30, 10**11) == 1
     assert running._jobs_at_a_time(139 * 2**30, 10**13) == 1
 

@@ -20,6 +20,8 @@ PAIRS = (  # linear side, softmax side, parts; RetNet without its rotation, whic
     ("kda", "path_wall", ("channel", "delta")),
     ("mamba3", "fox_rope", ("scalar", "angle")),
 )
+PARTS = tuple(parts for _, _, parts in PAIRS)
+TEXT = ("loss by stretch", 32)
 BASES = ("linear_attention", "nope")
 ANEW: dict[str, dict[str, Any]] = {  # scalar gates of one kind on both sides, which begin open
     "mamba2": {"gate": "forget", **OPEN}, "fox": OPEN,
@@ -87,9 +89,9 @@ EXPERIMENT = Experiment(
     ),
     expectations=(
         Expectation("What helps a recurrence helps its dual, with the papers' gates: the gains are correlated.", OURS,
-                    Correlated(BASES, pairs(str), LOSS)),
+                    Correlated(BASES, pairs(str), LOSS, PARTS, TEXT)),
         Expectation("And with scalar gates of one kind that begin open.", OURS,
-                    Correlated(BASES, pairs(begun_open), LOSS)),
+                    Correlated(BASES, pairs(begun_open), LOSS, PARTS, TEXT)),
         Expectation("A scalar gate helps both sides.",
                     "Lin et al., Forgetting Transformer (2025), Table 3; Yang et al., Gated Delta Networks (2025)",
                     All((Below(Value("mamba2", LOSS), Value("linear_attention", LOSS)),

@@ -15,12 +15,13 @@ from rich.table import Table
 
 from attnzoo.evaluation.forgetting import OF_NETWORKS
 from attnzoo.experiments import figures, run_figures
-from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
+from attnzoo.experiments.claims import AtLeast, AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of, rate_in_words
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import BETTER, Outcome, Trained
 from attnzoo.experiments.probes import Probe
 from attnzoo.experiments.report.shell import fill
+from attnzoo.experiments.statistics import LEVEL, Array, mean_error
 from attnzoo.files import write_whole
 from attnzoo.terminal import new_table
 
@@ -28,7 +29,8 @@ SIDES = ("softmax", "linear")
 TEST = (
     f"A claim is tested against its opposite, one-sidedly, over the seeds, at the level {LEVEL:g}: Student's t of one "
     "arm's runs against a number (or of two numbers of the same runs, or of runs that start from the same weights, in "
-    "pairs), Welch's t of two arms, an exact permutation test of a correlation. Seen: the test says so. Not seen: the "
+    "pairs), Welch's t of two arms, every relabelling of the parts for a correlation, which must stay positive without "
+    "any one pair. Seen: the test says so. Not seen: the "
     "test of the opposite says so. Undecided: neither. A claim of several parts is seen if all of them are, and not "
     "seen if one of them is not. No correction is made for several claims."
 )

@@ -1,0 +1,171 @@
+"""The tests of claims: Student's t, a correlation of gains whose pairs share parts, and what so many runs can see."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Parts = Sequence[Sequence[str]]
+LEVEL = 0.05
+MOST_PARTS = 8  # whose relabellings, 40,320, are all counted
+DRAWS = 2000
+
+
+def tail(t: float, freedom: float) -> float:
+    """The probability that Student's t is above ``t``, by Simpson's rule on its angle atan(t / sqrt(freedom)).
+
+    Args:
+        t: any number, infinite ones too.
+        freedom: degrees of freedom, at least 1.
+    """
+    angles = np.linspace(0, math.atan(abs(t) / math.sqrt(freedom)), 2001)
+    heights = np.cos(angles) ** (freedom - 1)
+    weights = np.where(np.arange(2001) % 2, 4.0, 2.0)
+    weights[[0, -1]] = 1
+    area = float(heights @ weights) * angles[1] / 3
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    above = max(0.5 - scale * area, 0.0)
+    return float(above if t >= 0 else 1 - above)
+
+
+def spread(values: Array) -> str:
+    """Mean ± standard error over the seeds, in words."""
+    mean, error, _ = mean_error(values)
+    return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")
+
+
+def mean_error(values: Array) -> tuple[float, float, int]:
+    """Mean, its standard error (nan of one value), degrees of freedom; of equal values exact, without rounding."""
+    n, apart = values.size, values - values[0]
+    error = float(apart.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return float(values[0] + apart.mean()), error, n - 1
+
+
+def correlation(one: Array, other: Array, parts: Parts = ()) -> tuple[float, float]:
+    """Pearson's r of two sets of gains, and the share of all relabellings of parts whose r is as large or larger.
+
+    Pairs that share a part are not exchangeable: two parts give more than one on either side, whatever the sides have
+    to do with each other. So parts are relabelled, not pairs: the gains of the other side are split by least squares
+    into what each part gives there and what is left of each pair; the first are dealt to the parts in every order, the
+    second stay. Where each pair is one part of its own these are all orders of the pairs.
+
+    Args:
+        one: gains, ``[pairs]``.
+        other: of the other side, ``[pairs]``.
+        parts: of each pair; none where each pair is a part of its own.
+    """
+    has = incidence(parts or [[str(n)] for n in range(one.size)])
+    given = np.linalg.lstsq(has, other, rcond=None)[0]
+    orders = given[np.array(list(permutations(range(given.size))))]
+    dealt = orders @ has.T + (other - has @ given)
+    r, every = _pearson(one, other[None])[0], _pearson(one, dealt)
+    return float(r), float((every >= r - 1e-12).mean())
+
+
+def _pearson(one: Array, others: Array) -> Array:
+    """r of one set of numbers with each row of others; 0 where a row is all alike."""
+    a, b = one - one.mean(), others - others.mean(1, keepdims=True)
+    size = np.sqrt((a @ a) * (b * b).sum(1))
+    return np.asarray(np.divide(b @ a, size, out=np.zeros_like(size), where=size > 1e-300))
+
+
+def incidence(parts: Parts) -> Array:
+    """Which pair has which part, 0 or 1, ``[pairs, parts]``.
+
+    Raises:
+        ValueError: a pair without parts, more than 8 parts, or parts that always come together.
+    """
+    names = list(dict.fromkeys(part for each in parts for part in each))
+    if not all(parts):
+        raise ValueError("parts: expected one or more of each pair, got a pair without any")
+    if len(names) > MOST_PARTS:
+        raise ValueError(f"parts: expected at most {MOST_PARTS}, whose every relabelling is counted, got {len(names)}")
+    has = np.array([[float(name in each) for name in names] for each in parts])
+    if np.linalg.matrix_rank(has) < len(names):
+        raise ValueError(f"parts: expected pairs that tell {', '.join(names)} apart; some always come together")
+    return has
+
+
+def smallest_p(parts: Parts) -> float:
+    """The smallest p that :func:`correlation` can give: that of one relabelling among all."""
+    return 1 / math.factorial(incidence(parts).shape[1])
+
+
+def without_each(one: Array, other: Array) -> Array:
+    """Pearson's r with each pair left out, ``[pairs]``."""
+    every = np.arange(one.size)
+    return np.array([_pearson(one[every != n], other[every != n][None])[0] for n in every])
+
+
+def drawn_anew(one: Array, other: Array, draws: int = DRAWS) -> tuple[float, float]:
+    """The middle 95% of r where seeds and stretches of text are drawn anew, with replacement.
+
+    Seeds are drawn for every model by itself, stretches once for all: they are the same text.
+
+    Args:
+        one: losses of the base, then of each pair's model, on the one side, ``[1 + pairs, seeds, stretches]``.
+        other: on the other side.
+        draws: how often.
+    """
+    rng, found = np.random.default_rng(0), []
+    for _ in range(draws):
+        stretches = rng.integers(one.shape[2], size=one.shape[2])
+        gains = []
+        for losses in (one, other):
+            seeds = rng.integers(losses.shape[1], size=losses.shape[:2])
+            means = np.take_along_axis(losses, seeds[..., None], 1)[..., stretches].mean((1, 2))
+            gains.append(means[0] - means[1:])
+        found.append(_pearson(gains[0], gains[1][None])[0])
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+@functools.cache
+def difference_seen(seeds: int, paired: bool = False) -> float:
+    """The difference of two means, in standard deviations of a run, that four of five experiments of so many seeds
+    see: by simulation of Welch's t, or Student's of the differences where ``paired``.
+
+    Raises:
+        ValueError: fewer than two seeds.
+    """
+    if seeds < 2:
+        raise ValueError(f"seeds: expected at least 2, got {seeds}")
+    rng = np.random.default_rng(0)
+    one, other = rng.standard_normal((2, DRAWS, seeds))
+    if paired:
+        one = (one - other) / math.sqrt(2)  # of differences, whose own deviation is the unit
+        other = np.zeros_like(one)
+    a, b = (x.var(1, ddof=1) / seeds for x in (one, other))
+    freedom = (a + b) ** 2 * (seeds - 1) / (a**2 + b**2)
+    least = np.interp(freedom, *_limits(seeds - 1, 2 * seeds - 2))
+    # the difference at which each experiment's t comes to its limit
+    return float(np.percentile(least * np.sqrt(a + b) - (one.mean(1) - other.mean(1)), 80))
+
+
+@functools.cache
+def _limits(least: int, most: int) -> tuple[Array, Array]:
+    """Degrees of freedom, and the t that is exceeded with probability ``LEVEL`` at each."""
+    freedoms, limits = np.linspace(least, most, 50), []
+    for freedom in freedoms:
+        low, high = 0.0, 1000.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if tail(middle, freedom) > LEVEL else (low, middle)
+        limits.append(high)
+    return freedoms, np.array(limits)
+
+
+@functools.cache
+def correlation_seen(parts: tuple[tuple[str, ...], ...], true: float, draws: int = 400) -> float:
+    """The share of experiments with these pairs that see a correlation, where what the parts give on either side is
+    normal with a correlation ``true``, parts add up, and nothing else differs: by simulation."""
+    rng, has = np.random.default_rng(0), incidence(parts)
+    given = rng.standard_normal((draws, 2, has.shape[1]))
+    given[:, 1] = true * given[:, 0] + math.sqrt(1 - true**2) * given[:, 1]
+    return sum(correlation(has @ one, has @ other, parts)[1] <= LEVEL for one, other in given) / draws
