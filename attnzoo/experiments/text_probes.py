@@ -18,7 +18,7 @@ class LossByStretch:
 
     Args:
         name: what a reader sees.
-        stretches: of equally many windows.
+        stretches: of equally many tokens.
     """
 
     name: str = "loss by stretch"
@@ -32,8 +32,8 @@ class LossByStretch:
         return tuple(float(n) for n in range(1, self.stretches + 1))
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        parts = np.array_split(text_losses(subject, 1.0).mean(1), self.stretches)
-        return {float(n): float(part.mean()) for n, part in enumerate(parts, 1) if part.size}
+        parts = np.array_split(text_losses(subject, 1.0).ravel(), self.stretches)
+        return {float(n): float(part.mean()) for n, part in enumerate(parts, 1)}
 
 
 @dataclass(frozen=True)
