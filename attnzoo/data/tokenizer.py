@@ -6,6 +6,7 @@ Needs tokenizers (`pip install 'attnzoo[hf]'`), but for bytes.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files, text_of, whole_name
 from attnzoo.data.windows import Tokens
 from attnzoo.files import json_object
+
+logger = logging.getLogger(__name__)
 
 END = "<|end|>"  # ends each document; token 0
 SETTINGS = "tokenizer_config.json"
@@ -275,7 +278,10 @@ def prompt_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of the same tokenizer without what it puts before and behind texts, as :func:`tokenize` writes them."""
     content = json_object(files[TOKENIZER], TOKENIZER)
-    if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):  # this one puts nothing there
+    after = content.get("post_processor") or {}
+    if not isinstance(after, dict):
+        raise ValueError(f"{TOKENIZER}: post_processor: expected a mapping, got {after!r}")
+    if after.get("type") in (None, "ByteLevel"):  # this one puts nothing there
         return dict(files)
     found = {**files, TOKENIZER: json.dumps({**content, "post_processor": None}, ensure_ascii=False, indent=2).encode()}
     if SETTINGS in files:  # from which transformers may make it again
@@ -286,19 +292,34 @@ def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
-    """Numbers of the tokens that a tokenizer's settings name, such as `eos_token_id`."""
+    """Numbers of the tokens that a tokenizer's settings name, such as `eos_token_id`; a line of the log says which of
+    these it lacks.
+
+    Raises:
+        ValueError: settings that cannot be read, or name something else.
+    """
     named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
         return {}
     tokenizer = parse_tokenizer(files[TOKENIZER])
-    return {f"{kind}_token_id": tokenizer.token_to_id(name) for kind, name in named.items() if name}
+    found = {}
+    for kind, name in named.items():
+        token = tokenizer.token_to_id(name) if name else None
+        if token is not None:
+            found[f"{kind}_token_id"] = token
+        elif name:
+            logger.warning("%s_token: the tokenizer's settings name %r, which is no token of %s", kind, name, TOKENIZER)
+    return found
 
 
 def _special(files: Mapping[str, bytes], kind: str) -> str | None:
     for name in NAMING:
         token = json_object(files.get(name, b"{}"), name).get(kind)
-        if token:
-            return str(token["content"] if isinstance(token, dict) else token)
+        text = token.get("content") if isinstance(token, dict) else token
+        if (text is not None and not isinstance(text, str)) or (isinstance(token, dict) and text is None):
+            raise ValueError(f"{name}: {kind}: expected the text of a token, got {token!r}")
+        if text:
+            return text
     return None
 
 

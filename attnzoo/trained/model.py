@@ -217,17 +217,17 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         ValueError: a model of another library, or of a kind that is not known; or weights that cannot be read, are
             missing, left over or of another shape.
     """
-    from attnzoo.models.peers import Peer, Settings, Weights, build, from_peer, read_settings
+    from attnzoo.models.peers import Peer, Settings, Weights, build, from_peer, kind_of, read_settings
 
     fields = read_settings(folder)
-    kind = fields.get("model_type")
+    kind = kind_of(fields)
     if kind != "attnzoo" and others:
         return from_peer(folder).to(device)
     if kind != "attnzoo":
         raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
     from attnzoo.models.hf import AttnzooConfig
 
-    config = AttnzooConfig.from_dict(fields).native()
+    config = AttnzooConfig.read(fields)
 
     def own_names(weights: Any) -> Iterator[tuple[str, Tensor]]:
         """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""

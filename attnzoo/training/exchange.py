@@ -200,17 +200,17 @@ def recipe_of(folder: str | Path) -> TrainConfig:
     from attnzoo.models.hf import AttnzooConfig
     from attnzoo.models.peers import read_settings
 
-    model = AttnzooConfig.from_dict(read_settings(folder)).native()
+    model = AttnzooConfig.read(read_settings(folder))
     return TrainConfig(output_dir=f"runs/{folder.name}", start_from=str(folder), model=model)
 
 
 def _check_ours(folder: Path, argument: str) -> None:
     """FileNotFoundError: no model folder; ValueError: one of another library."""
-    from attnzoo.models.peers import read_settings
+    from attnzoo.models.peers import kind_of, read_settings
 
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{argument}: expected a run or a model folder, got {str(folder)!r}")
-    kind = read_settings(folder).get("model_type")
+    kind = kind_of(read_settings(folder))
     if kind != "attnzoo":
         raise ValueError(
             f"{argument}: {str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours"
@@ -246,7 +246,7 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
     """What :func:`start_from` gives a model, which stays as it is; what starts anew, and what is left at the source."""
     import torch
 
-    from attnzoo.models.peers import Weights, read_settings
+    from attnzoo.models.peers import Settings, Weights, check_plain, read_settings
 
     folder = Path(source)
     if (folder / "config.yaml").is_file():
@@ -259,7 +259,9 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
     else:
         _check_ours(folder, "start_from")
         there, prefix = Weights.of_folder(folder), "model."
-        tied = read_settings(folder).get("tie_word_embeddings", ModelConfig.tie_embeddings)
+        settings = Settings(read_settings(folder))
+        check_plain(there, settings)
+        tied = settings.get("tie_word_embeddings", ModelConfig.tie_embeddings)
     _check_tokenizer(folder, data)
     state, new, ours = {}, [], model.state_dict()
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
@@ -327,7 +329,10 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
 
 def _vocabulary(tokenizer: Path) -> Any:
     """What the numbers stand for."""
-    found = json_object(tokenizer.read_bytes(), tokenizer)["model"]["vocab"]
+    model = json_object(tokenizer.read_bytes(), tokenizer).get("model")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(found, dict | list):
+        raise ValueError(f"{tokenizer}: expected a vocabulary in model.vocab, got {type(found).__name__}")
     return BYTEWISE if len(found) == BYTES else found
 
 

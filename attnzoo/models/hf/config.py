@@ -53,19 +53,9 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
 
     def __init__(self, attention: Any = "fox", **options: Any) -> None:
         given = {"attention": attention, **options}
-        for theirs, ours in THEIRS.items():
-            if theirs in given:
-                raise ValueError(f"{theirs}: Hugging Face's name for it is {ours}")
         own = {name: given.pop(name, _default(field)) for name, field in _FIELDS.items()}
         given.pop("layer_types", None)
-        for name in given:  # transformers takes any name as an attribute
-            if get_close_matches(name, [*_FIELDS, *THEIRS], 1, cutoff=0.85):
-                raise unknown("field", name, _FIELDS)
-            option = _ELSEWHERE.get(name, name)
-            if option in _FIELDS:
-                raise ValueError(f"{name}: it is called {option} here")
-            if option in _OF_LAYERS:
-                raise ValueError(f"{name}: expected in attention_options, as {{{option!r}: {given[name]!r}}}")
+        _check_names(given)
         for name, value in own.items():
             if name != "tie_word_embeddings":
                 setattr(self, name, _plain(value))
@@ -78,9 +68,37 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         return ModelConfig(**{field.name: getattr(self, name) for name, field in _FIELDS.items()})
 
     @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> ModelConfig:
+        """The decoder's own configuration, of the fields of a `config.json`.
+
+        Raises:
+            ValueError: a field is damaged, or not known; the message names the file and the field.
+        """
+        try:
+            _check_names({name: x for name, x in fields.items() if name not in {*_FIELDS, "layer_types"}})
+            return ModelConfig(**{field.name: fields[name] for name, field in _FIELDS.items() if name in fields})
+        except ValueError as error:
+            name, colon, rest = str(error).partition(":")
+            raise ValueError(f"config.json: {THEIRS.get(name, name)}{colon}{rest}") from error
+
+    @classmethod
     def of(cls, config: ModelConfig, **options: Any) -> AttnzooConfig:
         """From the decoder's own configuration; `options` are those of `PretrainedConfig`."""
         return cls(**{name: getattr(config, field.name) for name, field in _FIELDS.items()}, **options)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse names that are almost a field's, or a layer's option: transformers takes any name as an attribute."""
+    for name in given:
+        if name in THEIRS:
+            raise ValueError(f"{name}: Hugging Face's name for it is {THEIRS[name]}")
+        if get_close_matches(name, [*_FIELDS, *THEIRS], 1, cutoff=0.85):
+            raise unknown("field", name, _FIELDS)
+        option = _ELSEWHERE.get(name, name)
+        if option in _FIELDS:
+            raise ValueError(f"{name}: it is called {option} here")
+        if option in _OF_LAYERS:
+            raise ValueError(f"{name}: expected in attention_options, as {{{option!r}: {given[name]!r}}}")
 
 
 def _default(field: Any) -> Any:

@@ -116,9 +116,7 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     Raises:
         ValueError: an unknown `model_type`, or a setting that has no counterpart.
     """
-    kind = Settings(fields).get("model_type", "")
-    if not kind:
-        raise ValueError(f"config.json: expected a model_type, one of {', '.join(PEERS)}, found none{_inside(fields)}")
+    kind = kind_of(fields)
     if kind in WITHOUT:
         raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
@@ -131,6 +129,18 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     module, _, name = PEERS[kind].partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return make(Settings(fields))
+
+
+def kind_of(fields: dict[str, Any]) -> str:
+    """The `model_type` of a configuration.
+
+    Raises:
+        ValueError: it has none.
+    """
+    kind = str(Settings(fields).get("model_type", ""))
+    if not kind:
+        raise ValueError(f"config.json: expected a model_type, one of {', '.join(PEERS)}, found none{_inside(fields)}")
+    return kind
 
 
 def _inside(fields: dict[str, Any]) -> str:
@@ -159,10 +169,13 @@ def build(
         ValueError: weights that are missing, left over, of another shape or quantised.
     """
     settings = Settings({}) if settings is None else settings
-    _check_plain(weights, settings)
+    check_plain(weights, settings)
     said = settings.dtype()
-    with torch.device("meta"):
-        model = LanguageModel(peer.config)
+    try:
+        with torch.device("meta"):
+            model = LanguageModel(peer.config)
+    except ValueError as error:
+        raise ValueError(f"{settings.place}{error}") from error
     there = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     missing, state = dict(there), dict[str, Tensor]()
     for name, tensor in peer.weights(weights):
@@ -191,8 +204,12 @@ def build(
     return model.eval()
 
 
-def _check_plain(weights: Weights, settings: Settings) -> None:
-    """Refuse weights that are not of a dtype to compute in."""
+def check_plain(weights: Weights, settings: Settings) -> None:
+    """Refuse weights of a dtype that nothing is computed in.
+
+    Raises:
+        ValueError: those of a quantised model; the message says by what, where the configuration does.
+    """
     others = {name: kind for name in weights.names if (kind := weights.dtype(name)) not in DTYPES}
     how = settings.quantisation()
     if others:
@@ -244,4 +261,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return json_object(path.read_bytes(), path)
 
 
-__all__ = ["PEERS", "Peer", "Settings", "Weights", "build", "from_peer", "peer_of", "read_settings"]
+__all__ = [
+    "PEERS",
+    "Peer",
+    "Settings",
+    "Weights",
+    "build",
+    "check_plain",
+    "from_peer",
+    "kind_of",
+    "peer_of",
+    "read_settings",
+]
