@@ -70,10 +70,10 @@ EXPERIMENT = Experiment(
     settings=("data.source=tokens/packages", "data.context_length=4096"),
     options={"block": "pro"},
     sizes={
-        "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=160),
+        "gpu": size(256, 4, 950, 2e-3, 5e-3, 1e-2, tries=120),
         "gpu-10m": size(384, 6, 3240, 2e-3),
         "gpu-25m": size(512, 8, 7500, 1e-3),
-        "gpu-rehearsal": size(256, 4, 20, 2e-3),
+        "gpu-rehearsal": size(256, 4, 20, 5e-3),
         "cpu": Size(
             settings=(
                 "steps=300", "batch_size=8", "data.source=stdlib", "data.context_length=128", "log_every=50",
