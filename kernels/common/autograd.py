@@ -1,25 +1,37 @@
-"""What autograd must know of the ops that compute gradients."""
+"""The gradient of attention's forward ops, which their backward ops compute."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+import torch
 
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
-
-
-def refuse_second_derivatives(op: CustomOpDef) -> None:
-    """Let ``op``, which computes gradients, say that these have no gradients themselves."""
-
-    def backward(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(
-            "the kernels have first derivatives only: a gradient of a gradient (create_graph=True) expects "
-            "impl='reference' of the kernels' functions, or attnzoo.oracle"
-        )
-
-    op.register_autograd(backward)
+from attnzoo.kernels.common.named_op import NamedOp
 
 
-__all__ = ["refuse_second_derivatives"]
+def attention_gradients(forward: NamedOp[Any, Any], backward: NamedOp[Any, Any], inputs: Any, wanted: Any) -> None:
+    """Give a forward op its gradient, and let the backward op say that it has none itself.
+
+    Args:
+        inputs: type of the backward op's, with do, dlse, given, made, deterministic, unrounded and wanted.
+        wanted: type of these: names of the forward op's inputs that have a gradient. Those with a receiver ``to_NAME``
+            get theirs there, unrounded, where a receiver's gradient is asked for.
+    """
+    operands = wanted._fields
+    receivers = {name: f"to_{name}" for name in operands if f"to_{name}" in forward.inputs.names}
+
+    def differentiate(x: Any, made: Any, grads: Any, asked: frozenset[str]) -> dict[str, Any]:
+        unrounded = not asked.isdisjoint(receivers.values())
+        places = receivers if unrounded else {}
+        needed = wanted(*(places.get(name, name) in asked for name in operands))
+        if (grads.o is None and grads.row_lse is None) or not any(needed):
+            return {}
+        do = torch.zeros_like(made.o) if grads.o is None else grads.o
+        # asked for before the forward or before the backward
+        deterministic = x.deterministic or torch.are_deterministic_algorithms_enabled()
+        found = backward(inputs(do, grads.row_lse, x.given, made, deterministic, unrounded, needed))
+        return {places.get(name, name): grad for name, grad in zip(operands, found, strict=True)}
+
+    saved = [name for name in forward.outputs.names if name != "row_lse"]
+    forward.differentiable(differentiate, inputs=(*operands, "cu_seqlens"), outputs=saved)
+    backward.refuse_second_derivatives()

@@ -14,6 +14,7 @@ from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
@@ -22,8 +23,7 @@ _said: set[tuple[str, str]] = set()
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float | None, prune: Prune | None,
-    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, *,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, options: AttentionOptions, *,
     valid: Tensor | None = None, gate_sums: GateSums | None = None,
 ) -> None:  # fmt: skip
     """Types, shapes, dtypes, devices and options, and values where they may be read (``check_values``).
@@ -32,6 +32,7 @@ def check_inputs(
         TypeError: something that is no tensor, or no number.
         ValueError: all else; the message names the argument.
     """
+    scale, prune, window, sink, cu_seqlens, logit_bound = options
     if gate_sums is not None and not isinstance(gate_sums, GateSums):
         raise TypeError(f"gate_sums: expected GateSums or None, got {type(gate_sums).__name__}")
     tensors = {
@@ -98,6 +99,16 @@ def check_inputs(
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound, cu_seqlens=cu_seqlens)
 
 
+def check_whole_sequences(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, options: AttentionOptions) -> None:
+    """``check_inputs``, and as many keys as queries, with a gate per token or none."""
+    check_tensors({"q": q, "log_decay": log_decay}, needed=("q",))
+    if log_decay is not None and log_decay.ndim != 3:
+        raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
+    check_inputs(q, k, v, log_decay, options)
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
+
+
 def check_receivers(receivers: tuple[Tensor, ...] | None, *of: Tensor) -> None:
     """Raise TypeError unless they are a tuple of tensors or None, and ValueError unless there is one of each shape."""
     if receivers is None:
@@ -129,19 +140,6 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
         logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
         logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
     return picked
-
-
-def traced(x: Tensor) -> bool:
-    """Whether a compiler or a tensor of another kind must see an op; without, its function is called as it is.
-
-    The way through torch's dispatcher takes longer than all else that an op of one token does on the host.
-    """
-    return torch.compiler.is_compiling() or type(x) is not Tensor
-
-
-def named(prune: Prune | None) -> tuple[str, float]:
-    """Pruning as ops take it: the name of its bound and log eps, "" and 0 without any."""
-    return ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
 
 
 def share_kept(since: Tensor | None, start: Tensor | None, q: Tensor, S: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,17 @@ from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.options import AttentionOptions
 
 
-def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
-    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]."""
+@overload
+def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor: ...
+@overload
+def segment_starts(cu_seqlens: Tensor | None, S: int) -> Tensor | None: ...
+def segment_starts(cu_seqlens: Tensor | None, S: int) -> Tensor | None:
+    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]; None for None."""
+    if cu_seqlens is None:
+        return None
     cu = cu_seqlens.to(torch.int64)
     index = torch.searchsorted(cu, torch.arange(S, device=cu.device), right=True) - 1
     return cu[index].to(torch.int32)
@@ -108,9 +116,7 @@ def starts_by_scores(
 
 def attention_by_scores(
     scores: Callable[..., Tensor], gates: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *,
-    log_decay: Tensor | None = None, scale: float | None = None, prune: Prune | None = None,
-    window: int | None = None, sink: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None, compute_dtype: torch.dtype | None = None,
+    log_decay: Tensor | None = None, compute_dtype: torch.dtype | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention on whole sequences whose transitions act inside the scores. Memory O(T^2).
 
@@ -119,11 +125,13 @@ def attention_by_scores(
         gates: what the scores need besides q and k.
         compute_dtype: dtype of the operands of the matrix products (the softmax is float32 or better). Default: float64
             for float64 inputs, else float32.
+        options: as ``AttentionOptions``.
 
     Returns:
         [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
     """
     B, T, H, K = q.shape
+    scale, prune, window, sink, cu_seqlens, logit_bound = AttentionOptions(**options)
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype

@@ -41,6 +41,11 @@ class Machine(NamedTuple):
         return self.capability[0] == 10 and not self.rocm
 
     @property
+    def architecture(self) -> str:
+        """The GPU's, where a family may have kernels or tiles of its own for it; else ""."""
+        return "hopper" if self.hopper else "blackwell" if self.blackwell else ""
+
+    @property
     def descriptors(self) -> bool:
         """Whether this Triton has host-side tensor descriptors."""
         return self.triton >= (3, 4)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.launching import cdiv, since_strides
+from attnzoo.kernels.common.launching import cdiv, row_strides
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: in
     bounds = KeyBounds(*torch.empty((4, B, H, n_u), dtype=torch.int32, device=some.device))
     key_bounds_kernel[(B * H, cdiv(n_u, 128))](
         some if since is None else since, some if start is None else start, *bounds, T, S, T.bit_length() + 1,
-        *since_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
+        *row_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
         HAS_START=start is not None,
     )  # fmt: skip
     return bounds

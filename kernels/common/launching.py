@@ -30,11 +30,11 @@ def cdiv(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def since_strides(since: Tensor | None) -> tuple[int, int]:
-    """Batch and head strides of since [B or 1, H or 1, S]; broadcast dims have stride 0."""
-    if since is None:
+def row_strides(first: Tensor | None) -> tuple[int, int]:
+    """Batch and head strides of first visible keys [B or 1, H or 1, S]; broadcast dims have stride 0."""
+    if first is None:
         return 0, 0
-    return since.stride(0) * (since.shape[0] > 1), since.stride(1) * (since.shape[1] > 1)
+    return first.stride(0) * (first.shape[0] > 1), first.stride(1) * (first.shape[1] > 1)
 
 
 def valid_strides(valid: Tensor | None) -> tuple[int, int]:

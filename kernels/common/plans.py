@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Protocol, cast
 
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 
 TUNED = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0))  # capabilities whose tiles were chosen for them
+WORDS = {"hopper": "Gluon", "split": "split-key"}  # for kernels that are called otherwise than their launcher
 _said: set[tuple[str, int, str]] = set()
 
 
@@ -19,27 +22,44 @@ class Plan:
     """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
 
     Attributes:
-        forward: "split" divides the keys among programs (few rows), the others one program per block of rows.
-        backward: "hopper" is one pass that adds up the gradients of the queries in an order that varies, "portable" two
-            deterministic kernels.
+        forward, backward: names in the family's tables of launchers. The forward "split" divides the keys among
+            programs (few rows), the others have one program per block of rows.
         keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
             addresses do not count: compilers ask before they know these.
     """
 
-    forward: Literal["split", "hopper", "portable"]
-    backward: Literal["hopper", "portable"]
+    forward: str
+    backward: str
     keeps_rest: bool
     tiles: tuple[tuple[Kind, Tiles], ...]
     why: str = ""
 
     def kernels(self, backward: bool) -> str:
         """What runs, in words."""
-        words = {"hopper": "Gluon", "portable": "portable", "split": "split-key"}
-        return f"{words[self.forward]} forward" + (f", {words[self.backward]} backward" if backward else "")
+        forward, back = (WORDS.get(name, name) for name in (self.forward, self.backward))
+        return f"{forward} forward" + (f", {back} backward" if backward else "")
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether the forward divides the keys among programs."""
+        return self.forward == "split"
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the backward is one pass, whose programs add up the gradients of the queries in an order that varies;
+        the portable one is two deterministic kernels."""
+        return self.backward != "portable"
 
     def of(self, kind: Kind) -> Tiles:
         """Tiles of one portable kernel."""
         return dict(self.tiles)[kind]
+
+
+@functools.cache
+def launcher(place: str) -> Callable[..., Any]:
+    """The function at ``"module:name"``, whose module is imported when it is first asked for: it needs Triton."""
+    module, name = place.split(":")
+    return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
 class Decided(Protocol):
@@ -58,7 +78,7 @@ def announce(family: str, plan: Decided, where: Machine) -> None:
     if where.capability not in TUNED:
         lines.append((logging.INFO, f"{family}: no tiles are tuned for compute capability {where.capability}"))
     if plan.why:
-        lines.append((logging.WARNING, f"{family}: portable kernels on a Hopper GPU: {plan.why}"))
+        lines.append((logging.WARNING, f"{family}: portable kernels on a {where.architecture.title()} GPU: {plan.why}"))
     for level, line in lines:
         if (family, level, line) not in _said:
             _said.add((family, level, line))

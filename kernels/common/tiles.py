@@ -34,9 +34,15 @@ class Tiles:
 
 
 class TileTable(NamedTuple):
-    """A family's tiles of portable kernels, by kernel and by the head dims that they serve up to."""
+    """A family's tiles of portable kernels, by kernel and by the head dims that they serve up to.
 
-    hopper: Mapping[Kind, Mapping[int, Tiles]]
+    Attributes:
+        tuned: those in 16 bits on some architectures, by ``Machine.architecture``.
+        safe: those in 16 bits on the others.
+        float32: those in 32 bits.
+    """
+
+    tuned: Mapping[str, Mapping[Kind, Mapping[int, Tiles]]]
     safe: Mapping[Kind, Mapping[int, Tiles]]
     float32: Mapping[Kind, Mapping[int, Tiles]]
 
@@ -47,10 +53,9 @@ class TileTable(NamedTuple):
         """
         if dtype == torch.float32:
             return self.float32[kind][size]
-        if not machine.hopper:
-            t = self.safe[kind][size]
-            return replace(t, BS=32) if kind == "dkdv" and machine.blackwell and machine.triton == (3, 4) else t
-        t = self.hopper[kind][size]
+        t = self.tuned.get(machine.architecture, self.safe)[kind][size]
+        if kind == "dkdv" and machine.blackwell and machine.triton == (3, 4):
+            return replace(t, BS=32)
         return t if machine.descriptors else replace(t, tma=False, maxnreg=None)
 
 

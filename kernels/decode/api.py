@@ -12,8 +12,9 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import as_given, reads_values, records
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
-from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
+from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.device import multiprocessors
+from attnzoo.kernels.common.named_op import traced
 from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
 
 from .reference import append_reference, paged_reference

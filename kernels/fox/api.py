@@ -7,7 +7,6 @@ A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels an
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,42 +14,26 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
-from attnzoo.kernels.common.arguments import check_tensors
+from attnzoo.kernels.common.calls import attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.checks import (
     Impl,
     check_inputs,
     check_receivers,
     kernels_unavailable,
-    named,
     pick_implementation,
     refuse_receivers,
     share_kept,
-    traced,
 )
-from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.running_gates import GateSums
 
+from .operands import FoxForward, FoxInference, FoxOperands, KeptSums
 from .reference import fox_reference_with_lse, prune_starts_reference
 
 
-@overload
-def fox_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
-    window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
-    receivers: tuple[Tensor, ...] | None = ...,
-    return_lse: Literal[False] = ..., impl: Impl = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def fox_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
-    window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
-    receivers: tuple[Tensor, ...] | None = ...,
-    return_lse: Literal[True], impl: Impl = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@attention
 def fox_attention(
     q: Tensor,
     k: Tensor,
@@ -121,17 +104,11 @@ def fox_attention(
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.
     """
-    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        check_tensors({"q": q, "k": k, "v": v, "log_decay": log_decay}, needed=("q", "k", "v"))
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        log_decay = None if log_decay is None else log_decay.float()
-    check_inputs(
-        q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
-    )
+    q, k, v, log_decay = cast_for_autocast(q, k, v, {"log_decay": log_decay})
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    check_inputs(q, k, v, log_decay, options, valid=valid, gate_sums=gate_sums)
     check_receivers(receivers, q, k)
     check_flag("return_lse", return_lse)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     given = (q, k, v, log_decay, sink, *(receivers or ()))
     backward = records(*given)
     why = triton_unavailable(q, v)
@@ -142,25 +119,22 @@ def fox_attention(
         refuse_receivers(receivers, why)
         with as_given(q):  # products of what has been cast are not rounded again
             o, lse = fox_reference_with_lse(
-                q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
-                logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
-            )  # fmt: skip
+                q, k, v, log_decay=log_decay, valid=valid, gate_sums=gate_sums, **options._asdict()
+            )
         return (o, lse) if return_lse else o
     op = _op()
-
     q, k, v = (addressable(x) for x in (q, k, v))
-    log_decay, sink, logit_bound = (per_head(x) for x in (log_decay, sink, logit_bound))
-    options = (cu_seqlens, logit_bound, scale, window or 0, *named(prune))
+    operands = FoxOperands(q, k, v, per_head(log_decay), per_head(sink), options.of_op(q.shape[3]))
     if not backward:
         s = gate_sums
-        sums = (None,) * 5 if s is None else (s.c, s.base, s.since, s.tails, s.longest)
-        infer = op.fox_infer_op if traced(q) else op.fox_infer
-        o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
-    else:
-        of_gate = log_decay is not None and log_decay.requires_grad
-        how = (of_gate, torch.are_deterministic_algorithms_enabled(), return_lse, *(receivers or ()))
-        o, lse, *_ = op.fox_forward_op(q, k, v, log_decay, sink, *options, *how)
-    return (o, lse) if return_lse else o
+        sums = None if s is None else KeptSums(s.c, s.base, s.since, s.tails, s.longest)
+        return returned(
+            op.fox_infer_op.without_gradient(FoxInference(operands, sums, valid, return_lse), q), return_lse
+        )
+    needs_gate_grad = log_decay is not None and log_decay.requires_grad
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = FoxForward(operands, needs_gate_grad, deterministic, return_lse, *(receivers or ()))
+    return returned(op.fox_forward_op(given), return_lse)
 
 
 @torch.no_grad()
@@ -183,22 +157,14 @@ def kept_fraction(
     Returns:
         [B, H] float32 in (0, 1].
     """
-    check_inputs(q, k, k, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    since: Tensor | None
-    start: Tensor | None = None
-    if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
-        from .op import bounds
-
-        q, k = (addressable(x) for x in (q, k))
-        gate, logit_bound = per_head(log_decay), per_head(logit_bound)
-        with on_device_of(q):
-            since, start = bounds(q, k, gate, cu_seqlens, logit_bound, scale, window or 0, *named(prune))[2:]
-    else:
-        c, since = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
-        if prune is not None:
-            start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
-    return share_kept(since, start, q, k.shape[1])
+    options = AttentionOptions(scale, prune, window, None, cu_seqlens, logit_bound)
+    check_inputs(q, k, k, log_decay, options)
+    if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "reference":
+        return reference_share(q, k, log_decay, options, prune_starts_reference)
+    q, k = (addressable(x) for x in (q, k))
+    with on_device_of(q):
+        rows = _op().row_gates(FoxOperands(q, k, k, per_head(log_decay), None, options.of_op(q.shape[3])))
+    return share_kept(rows.first_visible, rows.first_computed, q, k.shape[1])
 
 
 def _op() -> ModuleType:

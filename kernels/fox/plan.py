@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,17 @@ from attnzoo.kernels.common.launching import head_block
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
+_HERE = "attnzoo.kernels.fox"
+# Launchers by the name that a plan calls them, all with the same arguments.
+FORWARD = {
+    "split": f"{_HERE}.portable.decode:fox_split_forward",
+    "portable": f"{_HERE}.portable.forward:fox_forward",
+    "hopper": f"{_HERE}.hopper.forward:fox_forward_hopper",
+}
+BACKWARD = {
+    "portable": f"{_HERE}.portable.backward:fox_backward",
+    "hopper": f"{_HERE}.hopper.backward:fox_backward_hopper",
+}
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
@@ -49,7 +60,7 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
-_TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
+_TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -63,11 +74,12 @@ class Call(NamedTuple):
     K: int
     V: int
     dtype: torch.dtype
-    gate_gradient: bool = False  # a backward pass will be asked for the gate's gradient
+    needs_gate_grad: bool = False  # a backward pass will be asked for the gate's gradient
     deterministic: bool = False
     masked: bool = False  # with ``valid``
     described: bool = True  # descriptors can address q, k and v: 16-byte strides and addresses
     lags: bool = False  # the gradient of a constant gate will be asked for
+    needs_key_grads: bool = True  # a backward pass is asked for gradients of k, v or the gate
 
 
 def plan(call: Call, machine: Machine) -> Plan:
@@ -107,12 +119,22 @@ def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tup
     here = gluon or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
     once = gluon or ("the gradient of a constant gate is asked for" if call.lags else "")
     once = once or ("deterministic algorithms are asked for" if call.deterministic else "")
-    rest = call.gate_gradient and not once and not {"dq", "dkdv"} & dict(forced).keys()
+    rest = call.needs_gate_grad and not once and not {"dq", "dkdv"} & dict(forced).keys()
     backward = once or here or ("tiles are forced" if {"dq", "dkdv"} & dict(forced).keys() else "")
-    forward: Literal["split", "hopper", "portable"] = "portable"
+    forward = "portable"
     if few:
         forward = "split"
     elif not here and "fwd" not in dict(forced) and many and max(call.K, call.V) > 64 and not call.masked:
         forward = "hopper"  # where it is faster, and there are rows for both warpgroups
     why = (here or backward) if machine.hopper else ""
-    return Plan(forward, "portable" if backward else "hopper", rest, tuple(sizes.items()), why)
+    one_pass = not backward and call.needs_key_grads
+    return Plan(forward, "hopper" if one_pass else "portable", rest, tuple(sizes.items()), why)
+
+
+def prune_tiles(T: int, K: int, dtype: torch.dtype, machine: Machine, described: bool = True) -> Tiles:
+    """Tiles of the rows whose log-sum-exp pruning computes, and of keys; ``described``: see ``Call``."""
+    if head_block(K) * dtype.itemsize > 256:  # small enough for the shared memory of small multiprocessors
+        return Tiles(32, KEY_UNIT, 4, 1)
+    if described and machine.hopper and machine.descriptors and dtype.itemsize == 2 and T >= 64:
+        return Tiles(64, KEY_UNIT, 4, 3, tma=True)
+    return Tiles(128, KEY_UNIT, 4, 2)

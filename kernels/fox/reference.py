@@ -17,6 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import dense_readout, summed_gates
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.running_gates import GateSums
 
 ROWS = 8 * ROW_UNIT  # whose near keys are scored at once
@@ -94,18 +95,14 @@ def fox_reference_with_lse(
     v: Tensor,
     *,
     log_decay: Tensor | None,
-    scale: float | None = None,
-    prune: Prune | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None,
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
     compute_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``fox_reference``, always with the rows' log-sum-exp."""
+    """``fox_reference``, always with the rows' log-sum-exp; options as ``AttentionOptions``."""
     B, T, H, K = q.shape
+    scale, prune, window, sink, cu_seqlens, logit_bound = AttentionOptions(**options)
     S, G = k.shape[1], k.shape[2]
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

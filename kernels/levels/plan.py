@@ -37,8 +37,10 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
-_TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
-_SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()})
+_TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
+_SHORTENED = _TILES._replace(
+    tuned={"hopper": {kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()}}
+)
 # KiB of shared memory per program that the block kernels need in float32, at head dims over 64: by release, and with
 # others at most. In 16 bits all fits 99 KiB with these releases of Triton (``make test-versions``).
 _FLOAT32_BLOCKS, _FLOAT32_MOST = {(3, 7): 160}, 176
@@ -55,7 +57,7 @@ class Call(NamedTuple):
     K: int
     V: int
     dtype: torch.dtype
-    decay_gradient: bool = False  # a backward pass will be asked for the gate's gradient
+    needs_gate_grad: bool = False  # a backward pass will be asked for the gate's gradient
     deterministic: bool = False
     shortened: bool = False  # pruning or a window leaves short rows
     described: bool = True  # descriptors can address v: 16-byte strides and addresses
@@ -94,7 +96,7 @@ def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind,
     why = (forward or once or here) if machine.hopper and not levels else ""
     return Plan(
         "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
-        call.decay_gradient and not once, tuple(sizes.items()), why,
+        call.needs_gate_grad and not once, tuple(sizes.items()), why,
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from attnzoo.algebra.gate import PARTS, Gate
 from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.algebra.values import reads_values, records
 from attnzoo.kernels.common.arguments import check_tensors
-from attnzoo.kernels.common.checks import kernels_unavailable, traced
+from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.named_op import traced
 
 MOST_TOKENS = 64  # a chunked kernel is faster from about here on
 MOST_CHANNELS = 512  # the columns of a state that one program holds must fit its registers

@@ -1,12 +1,12 @@
 """The public functions of PaTH on whole sequences: check a call, choose the kernels or the dense reference, call them.
 
-A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
-``hopper/``. Cached steps are in ``cache.py``.
+A call goes on from here to ``op.py``, which asks ``levels/plan.py`` for its kernels and launches those of ``portable/``
+or ``hopper/``. Cached steps are in ``decode.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,35 +14,29 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.algebra.values import records
+from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
+from attnzoo.kernels.common.calls import attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.checks import (
     Impl,
-    check_inputs,
     check_receivers,
+    check_whole_sequences,
     kernels_unavailable,
-    named,
     pick_implementation,
     refuse_receivers,
     share_kept,
 )
-from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.levels.plan import too_small
 
+from .operands import PathForward, PathOperands
 from .reference import path_reference_lse, prune_starts_reference
 
 
-@overload
+@attention
 def path_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def path_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
-) -> Tensor: ...
-def path_attention(  # type: ignore[misc]  # the options above are these
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,50 +114,37 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """
-    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        gates = {"log_diag": log_diag, "log_decay": log_decay}
-        given = {"q": q, "k": k, "v": v, "w": w, "beta": beta, **gates}
-        check_tensors(given, needed=("q", "k", "v", "w", "beta"))
-        dtype = torch.get_autocast_dtype(q.device.type)
-        with torch.autocast(q.device.type, enabled=False):
-            again: Any = path_attention
-            result: Tensor | tuple[Tensor, Tensor] = again(
-                q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
-                **{name: None if x is None else x.float() for name, x in gates.items()}, scale=scale, prune=prune,
-                window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, receivers=receivers,
-                return_lse=return_lse, keep_carries=keep_carries, impl=impl,
-            )  # fmt: skip
-            return result
-    _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, log_diag)
+    gates = {"w": w, "beta": beta, "log_diag": log_diag, "log_decay": log_decay}
+    q, k, v, w, beta, log_diag, log_decay = cast_for_autocast(q, k, v, gates, needed=("w", "beta"))
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    _check(q, k, v, w, beta, log_decay, log_diag, options)
     check_receivers(receivers, q, k, w)
     check_flag("return_lse", return_lse)
     check_flag("keep_carries", keep_carries)
     if keep_carries and log_diag is not None:
         raise ValueError("keep_carries: expected False with log_diag (decays of the channels are made again), got True")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     why = triton_unavailable(q, v)
-    if pick_implementation("path_attention", impl, why) == "reference":
-        refuse_receivers(receivers, why)
-        o, lse = path_reference_lse(
-            q, k, v, w=w, beta=beta, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window,
-            sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound,
-        )  # fmt: skip
-        return (o, lse) if return_lse else o
-    from .op import path_forward_op
+    with as_given(q):
+        if pick_implementation("path_attention", impl, why) == "reference":
+            refuse_receivers(receivers, why)
+            o, lse = path_reference_lse(
+                q, k, v, w=w, beta=beta, log_diag=log_diag, log_decay=log_decay, **options._asdict()
+            )
+            return (o, lse) if return_lse else o
+        from .op import path_forward_op
 
-    if log_diag is not None:  # transitions of its own for each query head
-        k, v, w, beta = (expand_heads(x, q.shape[2]) for x in (k, v, w, beta))
-        receivers = None if receivers is None else tuple(expand_heads(x, q.shape[2]) for x in receivers)
-        log_diag = addressable(log_diag)
-    q, k, v, w, beta = (addressable(x) for x in (q, k, v, w, beta.float()))
-    sink, logit_bound = per_head(sink), per_head(logit_bound)
-    learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
-    keep = keep_carries and records(q, k, v, w, beta, log_decay, sink, *(receivers or ()))
-    o, lse, *_ = path_forward_op(
-        q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
-        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse, keep, *(receivers or ()),
-    )  # fmt: skip
-    return (o, lse) if return_lse else o
+        if log_diag is not None:  # transitions of its own for each query head
+            k, v, w, beta = (expand_heads(x, q.shape[2]) for x in (k, v, w, beta))
+            receivers = None if receivers is None else tuple(expand_heads(x, q.shape[2]) for x in receivers)
+            log_diag = addressable(log_diag)
+        operands = _operands(q, k, v, w, beta, log_decay, log_diag, options)
+        needs_gate_grad = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
+        keep = keep_carries and records(q, k, v, w, beta, log_decay, sink, *(receivers or ()))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        made = path_forward_op(
+            PathForward(operands, needs_gate_grad, deterministic, return_lse, keep, *(receivers or ()))
+        )
+    return returned(made, return_lse)
 
 
 @torch.no_grad()
@@ -188,22 +169,19 @@ def kept_fraction(
     Returns:
         [B, H] float32 in (0, 1].
     """
-    _check(q, k, k, w, beta, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    since: Tensor | None
-    start: Tensor | None = None
-    if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "triton":
-        from .op import starts
+    options = AttentionOptions(scale, prune, window, None, cu_seqlens, logit_bound)
+    _check(q, k, k, w, beta, log_decay, None, options)
+    if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "reference":
 
-        q, k, w, beta = (addressable(x) for x in (q, k, w, beta.float()))
-        logit_bound = per_head(logit_bound)
-        with on_device_of(q):
-            since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, *named(prune))
-    else:
-        c, since = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
-        if prune is not None:
-            start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
-    return share_kept(since, start, q, k.shape[1])
+        def starts(q: Tensor, k: Tensor, *given: Any) -> Tensor:
+            return prune_starts_reference(q, k, w, beta, *given)
+
+        return reference_share(q, k, log_decay, options, starts)
+    from .op import row_gates
+
+    with on_device_of(q):
+        rows = row_gates(_operands(q, k, k, w, beta, log_decay, None, options))
+    return share_kept(rows.first_visible, rows.first_computed, q, k.shape[1])
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
@@ -212,21 +190,24 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
     return why or (too_small(q.dtype, max(q.shape[3], v.shape[3]), machine(q.device)) if q.is_cuda else "")
 
 
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, log_diag: Tensor | None,
+    options: AttentionOptions,
+) -> PathOperands:  # fmt: skip
+    """The same as the kernels read them."""
+    q, k, v, w, beta = (addressable(x) for x in (q, k, v, w, beta.float()))
+    return PathOperands(q, k, v, w, beta, log_decay, per_head(options.sink), log_diag, options.of_op(q.shape[3]))
+
+
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, scale: float | None,
-    prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, log_diag: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, log_diag: Tensor | None,
+    options: AttentionOptions,
 ) -> None:  # fmt: skip
     """Types, shapes, dtypes, devices and options; values where they may be read."""
-    gates = {"log_decay": log_decay, "log_diag": log_diag}
-    check_tensors({"q": q, "w": w, "beta": beta, **gates}, needed=("q", "w", "beta"))
-    if log_decay is not None and log_decay.ndim != 3:
-        raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
-    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
+    check_tensors({"q": q, "w": w, "beta": beta, "log_diag": log_diag}, needed=("q", "w", "beta"))
+    check_whole_sequences(q, k, v, log_decay, options)
     B, T, H, K = q.shape
     G = k.shape[2]
-    if k.shape[1] != T:
-        raise ValueError(f"k: expected as many tokens as q (T={T}), got {tuple(k.shape)}")
     for name, x, shape, axes in (("w", w, (B, T, G, K), "[B, T, G, K]"), ("beta", beta, (B, T, G), "[B, T, G]")):
         if tuple(x.shape) != shape:
             raise ValueError(f"{name}: expected {axes} = {shape}, got {tuple(x.shape)}")

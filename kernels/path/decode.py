@@ -15,7 +15,8 @@ from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import as_given, reads_values, records
 from attnzoo.kernels.common.arguments import MOST, check_tensors, check_values, check_window
-from attnzoo.kernels.common.checks import kernels_unavailable, traced
+from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.named_op import traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill

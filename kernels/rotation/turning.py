@@ -196,7 +196,7 @@ def phase_sums(angle: Tensor) -> Tensor:
 
 
 def turn_all(
-    angle: Tensor, sums: Tensor, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype], back: bool
+    angle: Tensor, sums: Tensor | None, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype], back: bool
 ) -> list[Tensor]:
     """Each of two or three vectors ``[B, T, heads, K]`` turned, in ``dtypes``; fixed angles have no ``sums``."""
     B, T, _, K = xs[0].shape
@@ -205,6 +205,7 @@ def turn_all(
     heads = [x.shape[2] for x in xs] + [0] * (3 - len(xs))
     NB, H = cdiv(T, BT), max(heads)
     BA, HA = (1, 1) if angle.ndim == 1 else (angle.shape[0], angle.shape[2])
+    sums = angle.new_empty(0, dtype=torch.float64) if sums is None else sums
     turn_kernel[(B * NB * H,)](
         angle, sums, *_three(xs), *_three(ys), T, NB, BA, H, *heads, HA, P, angle.ndim == 1, back, BT, BP,
         num_warps=4,

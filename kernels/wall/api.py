@@ -5,8 +5,6 @@ A call goes on from here to ``op.py``, which launches the carries of ``portable/
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -14,21 +12,17 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, named, pick_implementation
+from attnzoo.kernels.common.calls import attention, cast_for_autocast, returned
+from attnzoo.kernels.common.checks import Impl, check_whole_sequences, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.launching import addressable, per_head
+from attnzoo.kernels.common.options import AttentionOptions
 
+from .operands import WallForward, WallOperands
 from .reference import wall_reference_lse
 
 
-@overload
+@attention
 def wall_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def wall_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
-) -> Tensor: ...
-def wall_attention(  # type: ignore[misc]  # the options above are these
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,51 +82,28 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
 
     Source: Averbuch and Pai (Tilde Research), Wall attention, in flash-linear-attention 0.6.
     """
-    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        given = {"q": q, "k": k, "v": v, "log_diag": log_diag, "log_decay": log_decay}
-        check_tensors(given, needed=("q", "k", "v", "log_diag"))
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v, log_diag = q.to(dtype), k.to(dtype), v.to(dtype), log_diag.float()
-        log_decay = None if log_decay is None else log_decay.float()
-    _check(q, k, v, log_diag, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
+    gates = {"log_diag": log_diag, "log_decay": log_decay}
+    q, k, v, log_diag, log_decay = cast_for_autocast(q, k, v, gates, needed=("log_diag",))
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    check_tensors({"q": q, "log_diag": log_diag}, needed=("q", "log_diag"))
+    check_whole_sequences(q, k, v, log_decay, options)
+    check_log_diag(q, log_diag)
+    check_values(q, log_diag=log_diag)
     check_flag("return_lse", return_lse)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     with as_given(q):
         if pick_implementation("wall_attention", impl, triton_unavailable(q, v)) == "reference":
-            o, lse = wall_reference_lse(
-                q, k, v, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink,
-                cu_seqlens=cu_seqlens, logit_bound=logit_bound,
-            )  # fmt: skip
+            o, lse = wall_reference_lse(q, k, v, log_diag=log_diag, log_decay=log_decay, **options._asdict())
             return (o, lse) if return_lse else o
         from .op import wall_forward_op
 
         q, k, v, log_diag = (addressable(x) for x in (q, k, v, log_diag))
-        sink, logit_bound = per_head(sink), per_head(logit_bound)
-        scored = (x for x in (q, k, log_diag, log_decay, sink) if x is not None)
-        learns = records(*scored)
-        o, lse, *_ = wall_forward_op(
-            q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
-            learns, torch.are_deterministic_algorithms_enabled(), return_lse,
-        )  # fmt: skip
-        return (o, lse) if return_lse else o
+        needs_grad = records(q, k, log_diag, log_decay, sink)
+        operands = WallOperands(q, k, v, log_diag, log_decay, per_head(sink), options.of_op(q.shape[3]))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        made = wall_forward_op(WallForward(operands, needs_grad, deterministic, return_lse))
+        return returned(made, return_lse)
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
     return kernels_unavailable(q, v, multiple=16, most=128)
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, log_decay: Tensor | None, scale: float | None,
-    prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None,
-) -> None:  # fmt: skip
-    """Types, shapes, dtypes, devices and options; values where they may be read."""
-    check_tensors({"q": q, "log_diag": log_diag, "log_decay": log_decay}, needed=("q", "log_diag"))
-    if log_decay is not None and log_decay.ndim != 3:
-        raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
-    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
-    if k.shape[1] != q.shape[1]:
-        raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
-    check_log_diag(q, log_diag)
-    check_values(q, log_diag=log_diag)

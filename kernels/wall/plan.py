@@ -5,12 +5,7 @@ Past the carries, which are Wall's own, a call is one of PaTH: the same kernels 
 
 from __future__ import annotations
 
-import torch
-
-from attnzoo.kernels.common.device import Machine
-from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.levels.plan import Call
-from attnzoo.kernels.levels.plan import plan as path_plan
+from attnzoo.kernels.levels.plan import Call, plan
 
 # Channels and blocks at a time, and launch options, of the kernels of the carries.
 _CARRY: dict[str, dict[str, int]] = {
@@ -19,20 +14,9 @@ _CARRY: dict[str, dict[str, int]] = {
 }
 
 
-def plan(
-    T: int, K: int, V: int, dtype: torch.dtype, deterministic: bool, described: bool, machine: Machine,
-    learns: bool = False, shortened: bool = False,
-) -> Plan:  # fmt: skip
-    """The plan of a call on a machine.
-
-    Args:
-        described: whether descriptors can address v.
-        learns: whether gradients will be asked for: that of every operand but v reads what the rounding of o drops.
-        shortened: whether pruning leaves short rows.
-    """
-    return path_plan(Call(T, K, V, dtype, learns, deterministic, shortened, described), machine)
-
-
 def launch(part: str) -> dict[str, int]:
     """Channels, blocks and launch options of a kernel of the carries."""
     return _CARRY[part]
+
+
+__all__ = ["Call", "launch", "plan"]

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from fox_cases import DEVICE, Case, draw_gate, inputs
+from named_ops import opcheck
 from torch import Tensor
 
 from attnzoo import Prune
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import GateSums, fox_attention, plan
+from attnzoo.kernels.fox.operands import FoxInference, FoxOperands, KeptSums
 from attnzoo.kernels.fox.reference import fox_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -238,6 +241,6 @@ def test_opcheck_of_inference(return_lse: bool) -> None:
 
     x = inputs(Case(T=2, S=300, gate="open"), torch.float32)
     s = GateSums.of(x["log_decay"], x["k"])
-    sums = (s.c, s.base, s.since, s.tails, s.longest)
-    rest = (None, there(1, 300), None, None, 0.25, 0, "tail", -10.0, return_lse)
-    torch.library.opcheck(fox_infer_op, (x["q"], x["k"], x["v"], None, *sums, *rest))
+    sums = KeptSums(s.c, s.base, s.since, s.tails, s.longest)
+    operands = FoxOperands(x["q"], x["k"], x["v"], None, None, OpOptions(None, None, 0.25, 0, "tail", -10.0))
+    opcheck(fox_infer_op, FoxInference(operands, sums, there(1, 300), return_lse))

@@ -8,6 +8,10 @@ from fox_cases import DEVICE, SMALL
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import triton_version
+from attnzoo.kernels.common.options import OpOptions
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.rows import RowGates
+from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.plan import HOPPER_BACKWARD
 from attnzoo.kernels.fox.portable.forward import fox_forward
 from attnzoo.kernels.fox.reference import fox_reference
@@ -97,6 +101,7 @@ def test_the_forward_fills_all_of_what_the_rounding_dropped() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, 70, H, K, generator=generator).half().to(DEVICE) for _ in range(3))
     rest = torch.full_like(q, float("nan"))
-    o, _ = fox_forward(q, k, v, None, None, None, None, None, None, 0.2, SMALL, o_rest=rest)
+    operands, plan = FoxOperands(q, k, v, None, None, OpOptions(None, None, 0.2)), Plan("", "", True, (("fwd", SMALL),))
+    o, _ = fox_forward(operands, RowGates(), plan, o_rest=rest)
     exact = fox_reference(q.double(), k.double(), v.double(), log_decay=None, scale=0.2)
     assert float((o.double() + rest.double() - exact).norm()) < 0.8 * float((o.double() - exact).norm())

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from fox_cases import DEVICE, Case, inputs, run
+from named_ops import FAKES, opcheck
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.fox import GateSums, fox_attention
+from attnzoo.kernels.fox.operands import FoxForward, FoxOperands
 from attnzoo.kernels.fox.reference import fox_reference
 
 CASE = Case(T=70, S=90, H=2, G=1, K=8, V=8, sink=True)
@@ -27,23 +30,9 @@ def test_opcheck(kind: str) -> None:
     case = Case(T=70, S=90, K=8, V=8, gate={"gates": "mixed"}.get(kind, kind), sink=kind == "gates")
     x = {n: t.requires_grad_() for n, t in inputs(case, torch.float32).items() if n != "do"}
     prune = ("tail", -10.0) if kind == "gates" else ("", 0.0)
-    window = 40 if kind == "none" else 0
-    args = (
-        x["q"],
-        x["k"],
-        x["v"],
-        x.get("log_decay"),
-        x.get("sink"),
-        None,
-        None,
-        0.3,
-        window,
-        *prune,
-        True,
-        False,
-        True,
-    )
-    torch.library.opcheck(fox_forward_op, args)
+    options = OpOptions(None, None, 0.3, 40 if kind == "none" else 0, *prune)
+    operands = FoxOperands(x["q"], x["k"], x["v"], x.get("log_decay"), x.get("sink"), options)
+    opcheck(fox_forward_op, FoxForward(operands, True, False, True))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +56,8 @@ def test_receivers_get_the_gradients_unrounded(case: Case, monkeypatch: pytest.M
     for got, want in zip((dq, dk, *rest), plain, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-3, atol=2e-3)
     assert all(bool((t != t.half()).any()) for t in (dq, dk))
-    arguments = (*leaves[:3], call["log_decay"], call["sink"], None, None, 0.3, 0, "", 0.0, True, False, False, *to)
-    torch.library.opcheck(fox_forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    operands = FoxOperands(*leaves[:3], call["log_decay"], call["sink"], OpOptions(None, None, 0.3))
+    opcheck(fox_forward_op, FoxForward(operands, True, False, False, *to), FAKES)
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:

@@ -19,8 +19,10 @@ from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.head_order import head_order
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.reference import prune_starts_reference
 
 EPS = math.exp(-10.0)
@@ -29,10 +31,10 @@ BOUNDS = ("tail", "paper")
 
 def starts(q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, **options: Any) -> Tensor:
     """The first key of each row unit as the kernels find it."""
-    from attnzoo.kernels.fox.op import bounds
+    from attnzoo.kernels.fox.op import row_gates
 
-    scale = options.pop("scale", q.shape[3] ** -0.5)
-    start = bounds(q, k, log_decay, None, options.pop("logit_bound", None), scale, 0, prune.bound, prune.log_eps)[3]
+    asked = AttentionOptions(prune=prune, **options).of_op(q.shape[3])
+    start = row_gates(FoxOperands(q, k, k, log_decay, None, asked)).first_computed
     assert start is not None
     return start
 

@@ -96,15 +96,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the one-pass backward with ``Pass`` in the place of its Gluon kernel."""
     from attnzoo.kernels.path import op
     from attnzoo.kernels.path.hopper import backward as one_pass
-    from attnzoo.kernels.wall import plan as wall_plan
+    from attnzoo.kernels.wall import op as wall_op
 
     def merged(call: plan.Call, machine: Machine) -> Plan:
-        return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.decay_gradient)
+        return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.needs_gate_grad)
 
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
     monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
     monkeypatch.setattr(op, "plan", merged)
-    monkeypatch.setattr(wall_plan, "path_plan", merged)
+    monkeypatch.setattr(wall_op, "plan", merged)
 
 
 SURROUNDED = [
@@ -154,7 +154,7 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
 
     def forgetful(call: plan.Call, machine: Machine) -> Plan:
         backward = "portable" if call.deterministic else "hopper"
-        return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)  # type: ignore[arg-type]
+        return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)
 
     monkeypatch.setattr(op, "plan", forgetful)
     case = Case(T=201, gate="open")

@@ -10,18 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from named_ops import FAKES, opcheck
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import checks
 from attnzoo.kernels.common.device import Machine, machine
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.levels import plan
+from attnzoo.kernels.levels.layout import Wanted
 from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.path.operands import PathBackward, PathForward, PathGradients, PathOperands
 from attnzoo.kernels.path.reference import path_reference
 
 ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink", "log_diag")
-FORWARD = (0.3, 0, "", 0.0, True, False, True, False)  # scale, no window, no pruning; gate's gradient, log-sum-exp
+OPTIONS = OpOptions(None, None, 0.3)
+ALL = Wanted(*[True] * 8)
+PLAIN = ALL._replace(log_diag=False)
+
+
+def operands(x: dict[str, Any], options: OpOptions = OPTIONS) -> PathOperands:
+    return PathOperands(*(x.get(n) for n in ORDER), options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none", "kept"])
@@ -33,9 +43,8 @@ def test_opcheck(kind: str) -> None:
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
     window = 9 if kind == "window" else 0
-    rows = [x.get(n) for n in ORDER]
-    args = (*rows, borders, None, 0.3, window, *prune, True, False, kind == "window", kind == "kept")
-    torch.library.opcheck(path_forward_op, args)
+    given = operands(x, OpOptions(borders, None, 0.3, window, *prune))
+    opcheck(path_forward_op, PathForward(given, True, False, kind == "window", kind == "kept"))
 
 
 def test_receivers_get_the_gradients_unrounded() -> None:
@@ -62,39 +71,25 @@ def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 1 else t for n, t in x.items()}
 
 
-def backward_call(x: dict[str, torch.Tensor], wanted: list[bool], unrounded: bool = False) -> Any:
-    """Arguments of the backward op after a forward at x, for a gradient of both its results."""
+def backward_call(x: dict[str, torch.Tensor], wanted: Wanted, unrounded: bool = False) -> PathBackward:
+    """Inputs of the backward op after a forward at x, for a gradient of both its results."""
     from attnzoo.kernels.path.op import path_forward_op
 
-    rows = [x.get(n) for n in ORDER]
-    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, *FORWARD)
-    return (
-        x["do"],
-        torch.ones_like(row_lse),
-        *rows[:5],
-        o,
-        lse,
-        *rows[5:],
-        None,
-        *saved,
-        0.3,
-        False,
-        unrounded,
-        wanted,
-    )
+    given = operands(x)
+    made = path_forward_op(PathForward(given, True, False, True, False))
+    assert made.row_lse is not None
+    return PathBackward(x["do"], torch.ones_like(made.row_lse), given, made, False, unrounded, wanted)
 
 
 def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
     from attnzoo.kernels.path.op import path_backward_op, path_forward_op
 
     x = turned(inputs(Case(T=40, H=2, G=2, sink=True, diag="mixed"), torch.float32))  # its forward is checked, too
-    fakes = ("test_schema", "test_faketensor")
-    torch.library.opcheck(path_forward_op, (*(x[n] for n in ORDER), None, None, *FORWARD), test_utils=fakes)
+    opcheck(path_forward_op, PathForward(operands(x), True, False, True, False), FAKES)
     plain = {n: t for n, t in x.items() if n != "log_diag"}
-    some = [True, False, False, False, True, False, True, False]
-    for given, unrounded, wanted in ((x, False, [True] * 8), (plain, True, [True] * 7 + [False]), (plain, False, some)):
-        call = backward_call(given, wanted, unrounded)
-        torch.library.opcheck(path_backward_op, call, test_utils=fakes)
+    some = Wanted(True, False, False, False, True, False, True)
+    for given, unrounded, wanted in ((x, False, ALL), (plain, True, PLAIN), (plain, False, some)):
+        opcheck(path_backward_op, backward_call(given, wanted, unrounded), FAKES)
 
 
 FROZEN = {  # wanted alone: kernels of the backward that it has no use for
@@ -108,14 +103,12 @@ FROZEN = {  # wanted alone: kernels of the backward that it has no use for
 
 
 @functools.cache
-def all_gradients() -> tuple[Any, tuple[torch.Tensor, ...]]:
+def all_gradients() -> tuple[PathBackward, PathGradients]:
     """A call of the backward op for all gradients, and what it gave."""
     from attnzoo.kernels.path.op import path_backward_op
 
-    call = backward_call(
-        turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), [True] * 7 + [False]
-    )
-    return call, path_backward_op(*call)
+    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), PLAIN)
+    return call, path_backward_op(call)
 
 
 @pytest.mark.parametrize("names", FROZEN, ids="+".join)
@@ -125,19 +118,19 @@ def test_no_kernel_runs_for_gradients_that_nobody_wants(
     """Of some inputs only, from an upstream gradient of any stride: the numbers are those of all gradients."""
     from attnzoo.kernels.path.op import path_backward_op
 
-    (*call, _), full = all_gradients()
+    call, full = all_gradients()
     ran = set()
     if DEVICE == "cpu":
         from triton.runtime.interpreter import InterpretedFunction
 
         launch = InterpretedFunction.run
         monkeypatch.setattr(InterpretedFunction, "run", lambda f, *a, **kw: ran.add(f.__name__) or launch(f, *a, **kw))
-    some = path_backward_op(*call, [n in names for n in ORDER])
+    some = path_backward_op(call._replace(wanted=Wanted(*(n in names for n in ORDER))))
     for name, got, want in zip(ORDER, some, full, strict=True):
         if name in names:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
         else:
-            assert got.numel() == 0
+            assert got is None
     assert not {k for k in ran for useless in FROZEN[names] if k.startswith(useless)}
     assert ran or DEVICE != "cpu"
 

@@ -13,7 +13,7 @@ from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.levels.plan import Call, block_backward_at_once, blocks_in_gluon, override, plan
 
 HOPPER, AMPERE = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6))
-CALL = Call(T=1000, K=64, V=128, dtype=torch.bfloat16, decay_gradient=True)
+CALL = Call(T=1000, K=64, V=128, dtype=torch.bfloat16, needs_gate_grad=True)
 TILE = Tiles(64, 64, 4, 1)
 
 
@@ -25,7 +25,7 @@ def decide(machine: Machine = HOPPER, **changes: Any) -> Plan:
 def test_a_hopper_runs_its_own_kernels(release: tuple[int, int]) -> None:
     chosen = decide(Machine((9, 0), release))
     assert (chosen.forward, chosen.backward, chosen.keeps_rest, chosen.why) == ("hopper", "hopper", True, "")
-    assert not decide(decay_gradient=False).keeps_rest
+    assert not decide(needs_gate_grad=False).keeps_rest
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from fox_cases import DEVICE
+from named_ops import FAKES, opcheck
 from path_cases import large_tiles
 from transforms import assert_only_auto_is_transformed
 from wall_cases import Case, inputs
 
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.wall import wall_attention
+from attnzoo.kernels.wall.operands import WallBackward, WallForward, WallOperands, WallWanted
 from attnzoo.kernels.wall.reference import wall_reference, wall_reference_lse
 
 __all__ = ["large_tiles"]
@@ -22,17 +25,18 @@ def test_opcheck() -> None:
     from attnzoo.kernels.wall.op import wall_backward_op, wall_forward_op
 
     x = inputs(Case(T=40, H=1, sink=True, decay="open"), torch.float32)
-    rows, borders = [x[n] for n in ORDER], torch.tensor([0, 30, 40], device=DEVICE)
-    leaves = [t.clone().requires_grad_() for t in rows]
-    plain = [*leaves[:4], None, leaves[5]]
-    torch.library.opcheck(wall_forward_op, (*plain, borders, None, 0.3, 9, "", 0.0, False, False, True))
-    pruned = ("tail", -3.0, True, False, True)
-    fakes = ("test_schema", "test_faketensor")
-    torch.library.opcheck(wall_forward_op, (*rows, None, None, 0.3, 0, *pruned), test_utils=fakes)
-    o, row_lse, *kept = wall_forward_op(*rows, None, None, 0.3, 0, *pruned)
-    call = (x["do"], torch.ones_like(row_lse), *rows[:4], o, kept[0], *rows[4:], None, *kept[1:], 0.3, False)
-    for wanted in ([True] * 6, [True, False, False, True, False, False]):
-        torch.library.opcheck(wall_backward_op, (*call, wanted), test_utils=fakes)
+    borders = torch.tensor([0, 30, 40], device=DEVICE)
+    leaves = {n: x[n].clone().requires_grad_() for n in ORDER} | {"log_decay": None}
+    packed = WallOperands(**leaves, options=OpOptions(borders, None, 0.3, 9))  # type: ignore[arg-type]
+    opcheck(wall_forward_op, WallForward(packed, False, False, True))
+    pruned = WallOperands(*(x[n] for n in ORDER), OpOptions(None, None, 0.3, 0, "tail", -3.0))
+    forward = WallForward(pruned, True, False, True)
+    opcheck(wall_forward_op, forward, FAKES)
+    made = wall_forward_op(forward)
+    assert made.row_lse is not None
+    for wanted in (WallWanted(*[True] * 6), WallWanted(True, False, False, True, False, False)):
+        call = WallBackward(x["do"], torch.ones_like(made.row_lse), pruned, made, False, False, wanted)
+        opcheck(wall_backward_op, call, FAKES)
 
 
 def test_the_log_sum_exp_and_its_gradients() -> None:

@@ -80,16 +80,17 @@ def wall_kernel() -> Kernel:
 
     def explain(call: Call) -> tuple[str, str]:
         from attnzoo.kernels.common.device import machine
-        from attnzoo.kernels.wall.plan import plan
+        from attnzoo.kernels.wall import plan
 
         if call.state is not None and len(call.state):
             one = call.q.shape[1] == 1 or _window(call)
             return "a step per token over all keys" if one else "the new tokens, and one pass over all keys", ""
-        (T, _, K), V = call.q.shape[1:], call.v.shape[3]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
-        shortened = "prune" in call.options
-        chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device), learns, shortened)
+        needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)
+        asked = plan.Call(
+            call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, needs_gate_grad,
+            torch.are_deterministic_algorithms_enabled(), shortened="prune" in call.options,
+        )  # fmt: skip
+        chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
     return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "log_diag"}))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import cdiv, describable, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, describable, gate_kind, head_block, row_strides
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
+from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 from attnzoo.kernels.fox.plan import HOPPER_BACKWARD, heads_apart
 
 from .backward_kernel import fox_bwd_hopper_kernel
@@ -101,18 +102,15 @@ def fox_keys_kernel(p_tiles, p_dk, p_dv, S, scale, G: tl.constexpr, K: tl.conste
         tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=(o_s < S)[:, None] & (o_k < D)[None, :])
 
 
-def fox_backward_hopper(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
-    dlse: Tensor | None, o_rest: Tensor | None, unrounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As ``portable.backward.fox_backward``, where the plan says so.
+def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
+    """As ``portable.backward.fox_backward``, where the plan says so; all gradients are computed.
 
-    o_rest [B, T, H, V] is what the rounding of o dropped; the gate's gradient is not exact without it.
+    The gate's gradient is not exact without ``o_rest`` [B, T, H, V], what the rounding of o dropped.
     Works on B H T K float32 numbers beside its results, and on 2 B G S K more where heads are apart. Not deterministic.
     """
-    B, T, H, K = q.shape
-    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    (q, k, v, log_decay, sink, options), (o, _, lse, (c, base, first_visible, first_computed), o_rest) = x.given, x.made
+    do, dlse, scale, unrounded = x.do, x.dlse, options.scale, x.unrounded
+    (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     BK, BV = head_block(K), head_block(V)
     t = HOPPER_BACKWARD[max(BK, BV)]
     gate, has_sink = gate_kind(log_decay), sink is not None
@@ -133,10 +131,10 @@ def fox_backward_hopper(
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
-    apart = heads_apart(T, H // G, K, V, start is not None)
-    end, opened, order = lse, lse, head_order(start, G)
-    if since is not None or start is not None:
-        bounds = key_bounds(since, start, B, T, H, S)
+    apart = heads_apart(T, H // G, K, V, first_computed is not None)
+    end, opened, order = lse, lse, head_order(first_computed, G)
+    if first_visible is not None or first_computed is not None:
+        bounds = key_bounds(first_visible, first_computed, B, T, H, S)
         end, opened = bounds.end, bounds.open
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
@@ -148,11 +146,11 @@ def fox_backward_hopper(
         d_dk, d_dv = dk if unrounded else gluon_descriptor(dk, t.BS), gluon_descriptor(dv, t.BS)
     fox_bwd_hopper_kernel[(n_s * heads,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles, tile),
-        d_dk, d_dv, sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
-        lse if order is None else order, end, opened, T, S,
-        min(t.heads, heads), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
-        BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
-        HAS_START=start is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
+        d_dk, d_dv, sums, p_dc, *gates, lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed, lse if order is None else order, end, opened, T, S,
+        min(t.heads, heads), scale, scale * LOG2E, *row_strides(first_visible), H=H, REP=H // G, K=K, BK=BK, BV=BV,
+        BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=first_visible is not None,
+        HAS_START=first_computed is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
         APART=apart, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     if apart:
@@ -162,4 +160,4 @@ def fox_backward_hopper(
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,
         GATE=gate, HAS_ROW=has_row, num_warps=8,
     )  # fmt: skip
-    return dq, dk, dv, dkey, drow
+    return FoxSums(dq, dk, dv, dkey, drow)

@@ -33,8 +33,11 @@ from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.hopper.releases import barrier, tma_load, tma_store
 from attnzoo.kernels.common.hopper.tasks import announce, announced
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, row_strides
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import nth
+from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.plan import HOPPER_FORWARD
 
 
@@ -242,24 +245,23 @@ def fox_fwd_hopper_kernel(
 
 
 def fox_forward_hopper(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``portable.forward.fox_forward``, where the plan says so."""
-    B, T, H, K = q.shape
-    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    given: FoxOperands, rows: RowGates, plan: Plan, *, o_rest: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``portable.forward.fox_forward``, where the plan says so, which it does not of keys that may not exist."""
+    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], HOPPER_FORWARD
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
-    BK, BV = head_block(K), head_block(V)
-    t = HOPPER_FORWARD
     n_tasks, taken = cdiv(T, t.BT) * B * H, q.new_zeros((1,), dtype=torch.int32)
     d_o = gluon_descriptor(o, t.BT // 2)
     d_rest = d_o if o_rest is None else gluon_descriptor(o_rest, t.BT // 2)
     fox_fwd_hopper_kernel[(min(n_tasks, multiprocessors(q.device)),)](
         gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), d_o, d_rest, lse, taken,
         lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay,
-        lse if since is None else since, lse if start is None else start, lse if sink is None else sink, n_tasks, T, S,
-        min(t.heads, B * H), scale * LOG2E, *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
-        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=since is not None, HAS_START=start is not None,
-        HAS_SINK=sink is not None, HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        lse if first_visible is None else first_visible, lse if first_computed is None else first_computed,
+        lse if sink is None else sink, n_tasks, T, S, min(t.heads, B * H), options.scale * LOG2E,
+        *row_strides(first_visible), H=H, REP=H // G, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT,
+        KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=first_visible is not None,
+        HAS_START=first_computed is not None, HAS_SINK=sink is not None, HAS_REST=o_rest is not None,
+        STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip
     return o, lse

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
@@ -33,13 +32,14 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
-    since_strides,
+    row_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
-from attnzoo.kernels.common.tiles import Tiles
+from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 
 
 @triton.jit
@@ -276,48 +276,38 @@ def fox_dkdv_portable_kernel(
     tl.store(p_dvt, b_dv.to(p_dv.dtype.element_ty), mask=m_s & (o_v < V)[None, :])
 
 
-def fox_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
-    dlse: Tensor | None, dq_tiles: Tiles, dkdv_tiles: Tiles, *, rows: bool = True, keys: bool = True,
-    unrounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the backward kernels on what the forward pass saved.
-
-    Args:
-        dlse: [B, H, T] float32, contiguous: the gradient of each row's log-sum-exp, or None.
-        rows: whether dq, or what the kernel that owns rows corrects for gates and sinks, is wanted.
-        keys: whether dk, dv or the column sums are wanted.
-        unrounded: whether dq and dk are wanted in float32.
-
-    Returns:
-        dq, dk, dv in the inputs' dtype, or as said; with a gate, column sums [B, H, S] of dS; with a sink or dlse, row
-        sums [B, H, T] of dS. What is not wanted is not filled.
-    """
-    B, T, H, K = q.shape
-    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
+    """Launch the backward kernels on what the forward pass saved, as far as gradients are wanted."""
+    (q, k, v, log_decay, sink, options), (o, _, lse, (c, base, first_visible, first_computed), _) = x.given, x.made
+    do, dlse, scale, unrounded = addressable(x.do), x.dlse, options.scale, x.unrounded
+    (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
-    do = addressable(do)
     row_pairs = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     like = lse if unrounded else q
     dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    flags: dict[str, Any] = {"GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None}
-    flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT, "UNROUNDED": unrounded}
+    bounded = first_visible is not None or first_computed is not None
+    flags: dict[str, Any] = {
+        "GATE": gate, "HAS_SINCE": first_visible is not None, "HAS_START": first_computed is not None,
+        "PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT, "UNROUNDED": unrounded,
+    }  # fmt: skip
     dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
-    limits = (lse if since is None else since, lse if start is None else start)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
+    limits = (
+        lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed,
+    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(first_visible))
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
     row_delta_kernel[(B * H * (row_pairs.shape[2] // 64),)](
         o, do, lse, p_dlse, row_pairs, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3],
         *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
         HAS_DLSE=dlse is not None,
     )  # fmt: skip
-    if rows:
-        t = dq_tiles
+    if x.wanted.rows:
+        t = plan.of("dq")
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
@@ -325,9 +315,9 @@ def fox_backward(
             scale * LOG2E, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
             TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
-    if keys:
-        end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, S)[:2]
-        t = dkdv_tiles
+    if x.wanted.keys:
+        end, full = key_bounds(first_visible, first_computed, B, T, H, S)[:2] if bounded else limits
+        t = plan.of("dkdv")
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
         fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
@@ -335,4 +325,4 @@ def fox_backward(
             S, min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
-    return dq, dk, dv, dkey, drow
+    return FoxSums(dq, dk, dv, dkey, drow)

@@ -22,10 +22,13 @@ from attnzoo.kernels.common.launching import (
     gate_kind,
     head_block,
     power_of_2,
-    since_strides,
+    row_strides,
     valid_strides,
 )
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import keys_there, load_tile
+from attnzoo.kernels.fox.operands import FoxOperands
 
 
 @triton.jit
@@ -166,15 +169,16 @@ def _tile(width: int, element_size: int) -> tuple[int, int]:
 
 
 def fox_split_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, valid: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given: FoxOperands, rows: RowGates, plan: Plan, *, o_rest: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch both kernels; what ``forward.fox_forward`` takes and returns, for few rows (``plan.SPLIT_ROWS``).
 
-    c and base may have room for more than S keys; since may hold the T rows alone.
+    c and base may have room for more than S keys; first visible keys may be those of the T rows alone.
     """
-    B, T, H, K = q.shape
-    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
+    if o_rest is not None:  # the sum over chunks is not taken apart
+        o_rest.zero_()
     chunk = _chunk(B * G, S, q.device)
     n, gate = cdiv(S, chunk), gate_kind(log_decay)
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
@@ -184,13 +188,13 @@ def fox_split_forward(
     p_c, p_base = lse if c is None else c, lse if base is None else base
     p_g, there = lse if log_decay is None else log_decay, lse if valid is None else valid
     NS = base.shape[2] - 1 if base is not None else 0
-    since = None if since is None else since[..., since.shape[2] - T :]
+    first_visible = None if first_visible is None else first_visible[..., first_visible.shape[2] - T :]
     fox_split_kernel[(B * G, n)](
-        q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, there,
-        T, S, NS, n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since),
-        *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=BK, BV=BV,
-        BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
-        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_VALID=valid is not None,
+        q, k, v, part, lses, p_c, p_base, p_g, lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed, there, T, S, NS, n, options.scale * LOG2E, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V,
+        BK=BK, BV=BV, BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
+        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_VALID=valid is not None,
         PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,
     )  # fmt: skip
     fox_combine_kernel[(B * H, T)](

@@ -21,13 +21,15 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
-    since_strides,
+    row_strides,
     tile_descriptor,
     valid_strides,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import keys_there, load_keys, load_tile, schedule
-from attnzoo.kernels.common.tiles import Tiles
+from attnzoo.kernels.fox.operands import FoxOperands
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh", "stride_mb"])
@@ -124,33 +126,31 @@ def fox_fwd_portable_kernel(
 
 
 def fox_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, t: Tiles, *,
-    o_rest: Tensor | None = None, valid: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given: FoxOperands, rows: RowGates, plan: Plan, *, o_rest: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel. Shapes as in ``fox_attention``; last dims contiguous.
 
     Args:
-        t: tiles of the kernel.
         o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
         valid: [B, S] bool, the keys that exist.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
     """
-    B, T, H, K = q.shape
-    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], plan.of("fwd")
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     there = lse if valid is None else valid
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
-        lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
-        lse if sink is None else sink, there, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *since_strides(since), *valid_strides(valid), H=H, REP=H // G,
-        K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT,
-        GATE=gate_kind(log_decay), HAS_SINCE=since is not None, HAS_START=start is not None, HAS_SINK=sink is not None,
+        lse if log_decay is None else log_decay, lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed, lse if sink is None else sink, there, T, S,
+        min(t.heads, B * H), options.scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=head_block(K),
+        BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
+        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_SINK=sink is not None,
         HAS_REST=o_rest is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype),
         num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

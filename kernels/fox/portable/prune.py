@@ -20,12 +20,15 @@ from attnzoo.kernels.common.launching import (
     gate_kind,
     head_block,
     power_of_2,
-    since_strides,
+    row_strides,
     tile_descriptor,
     valid_strides,
 )
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
+from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import head_and_tile, keys_there, load_keys
+from attnzoo.kernels.fox.operands import FoxOperands
+from attnzoo.kernels.fox.plan import prune_tiles
 
 
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
@@ -99,53 +102,49 @@ def fox_prune_rows_kernel(
 
 
 def prune_starts(
-    q: Tensor, k: Tensor, log_decay: Tensor, c: Tensor | None, base: Tensor | None, tails: Tensor | None,
-    since: Tensor | None, scale: float, *,
-    bound: str, log_eps: float, logit_bound: Tensor | None, valid: Tensor | None = None,
-    longest: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    given: FoxOperands, rows: RowGates, tails: Tensor | None, valid: Tensor | None = None, longest: Tensor | None = None
+) -> Tensor:
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
     Args:
-        q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
-        log_decay: [B, S, H] with its sums c, base and tails (which may have room for more), or [H] (None).
-        since: [B or 1, H or 1, S], or the T rows alone.
-        logit_bound: [H], known bound of |logits| (natural units), or None. The smaller of it and what the norms of q
+        given: q and k with contiguous last dims, and the bound: the smaller of ``logit_bound`` and what the norms of q
             and k say counts.
+        rows: of a gate per token, its sums (which may have room for more); first visible keys of all positions or of
+            the T rows alone.
+        tails: of ``gate_sums``, of a gate per token.
         valid: [B, S] bool, the keys that exist; the certificate holds for rows that see themselves.
         longest: [B, G] float32, the largest |k|^2 of each key head, or None to measure it.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
     """
-    B, T, H, K = q.shape
-    S, G = k.shape[1], k.shape[2]
-    tail, gate, BK = bound == "tail", gate_kind(log_decay), head_block(K)
-    wide = BK * q.element_size() > 256  # keep the tiles of small multiprocessors in their shared memory
-    n_t = cdiv(T, ROW_UNIT)
+    (q, k, _, log_decay, _, options), (c, base, first_visible, _) = given, rows
+    (B, T, H, K), (S, G), n_t = q.shape, k.shape[1:3], cdiv(q.shape[1], ROW_UNIT)
+    tail, gate, bound = options.bound == "tail", gate_kind(log_decay), options.logit_bound
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     longest = norm_max(k) if longest is None else longest
     of_rows = longest if tail else norm_max(q)
     NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
-    since = None if since is None else since[..., since.shape[2] - T :]
+    first_visible = None if first_visible is None else first_visible[..., first_visible.shape[2] - T :]
     there, where = need if valid is None else valid, machine(q.device)
-    tma = where.hopper and where.descriptors and not wide and q.element_size() == 2 and T >= 64 and can_describe(q, k)
-    BR, stages = (32, 1) if wide else (64, 3) if tma else (128, 2)
-    p_q, p_k = (tile_descriptor(q, BR), tile_descriptor(k, KEY_UNIT)) if tma else (q, k)
+    t = prune_tiles(T, K, q.dtype, where)
+    if t.tma and not can_describe(q, k):
+        t = prune_tiles(T, K, q.dtype, where, described=False)
+    p_q, p_k = (tile_descriptor(q, t.BT), tile_descriptor(k, t.BS)) if t.tma else (q, k)
     fox_prune_rows_kernel[(B * H * n_t,)](
-        p_q, p_k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
-        longest if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
-        scale * LOG2E,
-        math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
-        *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
-        KU=KEY_UNIT, BR=BR, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
-        HAS_SINCE=since is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype), num_warps=4,
-        num_stages=stages,
+        p_q, p_k, of_rows, longest, longest if bound is None else bound, longest if c is None else c,
+        longest if base is None else base, log_decay, start if first_visible is None else first_visible, there, need, T,
+        S, NS, options.scale * LOG2E, math.log2(S),
+        none_above(options.log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
+        *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, BK=head_block(K), RU=ROW_UNIT,
+        KU=KEY_UNIT, BR=t.BT, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=bound is not None,
+        HAS_SINCE=first_visible is not None, HAS_VALID=valid is not None, TMA=t.tma, PREC=dot_precision(q.dtype),
+        num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,
-        log_eps * LOG2E - SLACK, cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
+        options.log_eps * LOG2E - SLACK, cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
         BN=min(1024, max(16, power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip
     return start

@@ -27,7 +27,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, head_block, row_strides
 from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.levels.layout import UNIT, Leaves, Levels
 from attnzoo.kernels.levels.plan import HOPPER_FORWARD
@@ -209,7 +209,7 @@ def path_forward_hopper(
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
         o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if since is None else since, lse if start is None else start, lse if sink is None else sink, B, T,
-        levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3], *row_strides(since), H=H, REP=H // G,
         V=V, BK=head_block(K), BV=head_block(V), BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
         HAS_SINCE=since is not None, HAS_START=start is not None, HAS_REST=o_rest is not None,
         HAS_SINK=sink is not None, STAGES=t.num_stages, num_warps=t.num_warps,

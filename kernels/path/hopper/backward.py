@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import cdiv, describable, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, describable, head_block, row_strides
 from attnzoo.kernels.levels.hopper.backward_kernel import path_bwd_hopper_kernel
 from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles, Wanted
 from attnzoo.kernels.levels.plan import one_pass_tiles, pair_warps
@@ -53,7 +53,7 @@ def launch_hopper_backward(
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
         block.diag, block.q, block.k, v, o, o if o_rest is None else o_rest, do, lse, rows, delta, d_block.diag,
         d_block.q, d_block.k, own, dq_tiles, sums, d_key, p_w, *extra, *gates, *limits, B, T, Tq, n, scale,
-        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *since_strides(since), K=K, V=V, BV=BV,
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *row_strides(since), K=K, V=V, BV=BV,
         C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
         **bounded, num_warps=pair_warps(H // G, K),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def launch_hopper_backward(
         gluon_descriptor(v, t.BS), gluon_descriptor(do, t.BT), plain_descriptor(rows, [1, t.BT]),
         plain_descriptor(delta, [1, t.BT]), plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]),
         gluon_descriptor(d_levels.k.flatten(0, 1), t.BS), gluon_descriptor(dv, t.BS), own, sums, d_key, *gates,
-        *limits, cut, end, full, B, T, Tq, n, heads, scale, scale * LOG2E, *since_strides(since), BV=BV,
+        *limits, cut, end, full, B, T, Tq, n, heads, scale, scale * LOG2E, *row_strides(since), BV=BV,
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16

@@ -20,7 +20,7 @@ from attnzoo.kernels.common.launching import (
     cdiv,
     dot_precision,
     head_block,
-    since_strides,
+    row_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.plans import Plan
@@ -180,7 +180,7 @@ def _launch(
         p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
         path_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
-            *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since),
+            *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *row_strides(since),
             **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), HAS_SINK=sink is not None,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def _launch(
     path_dkdv_portable_kernel[(cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
-        *since_strides(since), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
+        *row_strides(since), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip
     if dkey is not None:

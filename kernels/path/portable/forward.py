@@ -23,7 +23,7 @@ from attnzoo.kernels.common.launching import (
     cdiv,
     dot_precision,
     head_block,
-    since_strides,
+    row_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
@@ -285,7 +285,7 @@ def attend_levels(
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
         lse if c is None else c, lse if base is None else base, lse if since is None else since,
         lse if start is None else start, lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,
-        min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *row_strides(since), H=H, REP=H // G,
         K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
         HAS_START=start is not None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, row_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.head_groups import head_groups
@@ -117,7 +117,7 @@ def block_starts(
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
     path_prune_rows_kernel[(B * H * n_t,)](
         q, diag, qb, kb, of_rows, longest, longest if logit_bound is None else logit_bound, c, base, since, need, T,
-        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
+        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *row_strides(since), H=H,
         REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
         PREC=dot_precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Steps that the public functions of attention share: their type, autocast, the share of keys by the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, cast, overload
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.common.arguments import check_tensors
+from attnzoo.kernels.common.checks import share_kept
+from attnzoo.kernels.common.dense import summed_gates
+from attnzoo.kernels.common.options import AttentionOptions
+
+
+class Attention(Protocol):
+    """A function that returns o, and with ``return_lse`` the rows' log-sum-exp as well."""
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+    ) -> Tensor: ...
+
+
+def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Attention:
+    """The function itself, typed by ``return_lse``."""
+    return cast(Attention, function)
+
+
+def returned(made: Any, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Output o of an op, with ``return_lse`` also the rows' log-sum-exp."""
+    return (made.o, made.row_lse) if return_lse else made.o
+
+
+def cast_for_autocast(
+    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor | None], needed: Sequence[str] = ()
+) -> tuple[Any, ...]:
+    """q, k and v in autocast's dtype, and then the gates in float32; all as they are where autocast is off.
+
+    Args:
+        gates: by name.
+        needed: those that may not be None.
+    """
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, *gates.values()
+    check_tensors({"q": q, "k": k, "v": v, **gates}, needed=("q", "k", "v", *needed))
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return *(x.to(dtype) for x in (q, k, v)), *(None if x is None else x.float() for x in gates.values())
+
+
+def reference_share(
+    q: Tensor, k: Tensor, log_decay: Tensor, options: AttentionOptions, starts: Callable[..., Tensor]
+) -> Tensor:
+    """``share_kept`` of a family's dense reference, whose ``prune_starts_reference`` gives the pruned starts."""
+    scale, prune, window, _, cu_seqlens, logit_bound = options
+    c, first_visible = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    start = None if prune is None else starts(q, k, c, first_visible, scale, prune, logit_bound)
+    return share_kept(first_visible, start, q, k.shape[1])

@@ -1,0 +1,125 @@
+"""Inputs and outputs of FoX's ops, each declared once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnzoo.kernels.common.options import OpOptions
+from attnzoo.kernels.common.rows import Attended
+
+Some = Tensor | None
+
+
+class FoxOperands(NamedTuple):
+    """What any call has: q [B, T, H, K], k [B, S, G, K], v [B, S, G, V], log_decay [B, S, H], [H] or None, sink [H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Some
+    sink: Some
+    options: OpOptions
+
+
+class FoxForward(NamedTuple):
+    """Inputs of the forward op; with to_q and to_k the gradients of q and k go there, unrounded."""
+
+    given: FoxOperands
+    needs_gate_grad: bool
+    deterministic: bool
+    return_lse: bool
+    to_q: Some = None
+    to_k: Some = None
+
+
+class KeptSums(NamedTuple):
+    """What a ``GateSums`` of the S keys holds, with room for more; ``longest`` is None where it keeps none."""
+
+    c: Tensor
+    base: Tensor
+    first_visible: Tensor
+    tails: Tensor
+    longest: Some
+
+
+class FoxInference(NamedTuple):
+    """Inputs of attention without a gradient; keys may not exist (``valid``), and gates may be summed already."""
+
+    given: FoxOperands
+    sums: KeptSums | None
+    valid: Some
+    return_lse: bool
+
+
+class FoxInferred(NamedTuple):
+    """Outputs of attention without a gradient: o [B, T, H, V], and the rows' log-sum-exp [B, T, H] if asked for."""
+
+    o: Tensor
+    row_lse: Some
+
+
+class FoxWanted(NamedTuple):
+    """Which gradients a backward pass is asked for."""
+
+    q: bool
+    k: bool
+    v: bool
+    log_decay: bool
+    sink: bool
+
+    @property
+    def rows(self) -> bool:
+        """Whether dq, or what the kernel that owns rows corrects for gates and sinks, is."""
+        return self.q or self.log_decay or self.sink
+
+    @property
+    def keys(self) -> bool:
+        """Whether dk, dv or the column sums of dS are."""
+        return self.k or self.v or self.log_decay
+
+
+class FoxBackward(NamedTuple):
+    """Inputs of the backward op.
+
+    Args:
+        do: [B, T, H, V].
+        dlse: gradient of the rows' log-sum-exp, or None: [B, T, H] for the op, [B, H, T] float32 for its launchers.
+        made: what the forward op gave.
+        unrounded: whether dq and dk are wanted in float32.
+    """
+
+    do: Tensor
+    dlse: Some
+    given: FoxOperands
+    made: Attended
+    deterministic: bool
+    unrounded: bool
+    wanted: FoxWanted
+
+
+class FoxGradients(NamedTuple):
+    """Gradients that the backward op gives, None where they are not wanted."""
+
+    q: Some
+    k: Some
+    v: Some
+    log_decay: Some
+    sink: Some
+
+
+class FoxSums(NamedTuple):
+    """Results of the backward launchers, undefined where they are not wanted.
+
+    Attributes:
+        q, k, v: gradients in the inputs' dtype, or as said.
+        columns: with a gate, sums [B, H, S] of dS over each key's column.
+        rows: with a sink, or a gate and dlse, sums [B, H, T] of dS over rows (otherwise they are 0).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    columns: Some
+    rows: Some

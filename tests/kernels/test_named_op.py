@@ -1,0 +1,129 @@
+"""Ops that are declared by named tuples: names, what is not there, gradients by name, compilers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from named_ops import opcheck
+from torch import Tensor
+
+from attnzoo.kernels.common.named_op import NamedOp
+
+
+class Factors(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    scale: float = 1.0
+
+
+class Product(NamedTuple):
+    x: Tensor
+    factors: Factors
+    other: Factors | None
+    keep: bool
+
+
+class Result(NamedTuple):
+    y: Tensor
+    kept: Tensor | None
+
+
+def product(given: Product) -> Result:
+    y = given.factors.scale * given.x * given.factors.weight
+    for factors in (given.factors, given.other):
+        if factors is not None and factors.bias is not None:
+            y = y + factors.bias
+    return Result(y, y * 2 if given.keep else None)
+
+
+def shapes(given: Product) -> Result:
+    return Result(torch.empty_like(given.x), torch.empty_like(given.x) if given.keep else None)
+
+
+seen: list[Any] = []
+
+
+def gradient(given: Product, made: Result, grads: Result, wanted: frozenset[str]) -> dict[str, Tensor]:
+    seen[:] = [given, made, grads, wanted]
+    dy = grads.y if grads.kept is None else 2 * grads.kept if grads.y is None else grads.y + 2 * grads.kept
+    assert dy is not None
+    factors = {"x": given.factors.weight, "weight": given.x}
+    return {name: given.factors.scale * dy * factor for name, factor in factors.items() if name in wanted}
+
+
+OP = NamedOp("attnzoo_tests::product", Product, Result, product, shapes)
+OP.differentiable(gradient, inputs=("x", "weight"), outputs=("y",))
+
+
+def inputs(other: bool = False, keep: bool = True) -> Product:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(3, 2, generator=generator) for _ in range(3))
+    factors = Factors(weight.requires_grad_(), None, 0.5)
+    return Product(x.requires_grad_(), factors, Factors(weight.detach(), bias) if other else None, keep)
+
+
+def test_leaves_keep_their_names_and_the_second_of_a_name_gets_a_prefix() -> None:
+    assert OP.inputs.names == ("x", "weight", "bias", "scale", "other_weight", "other_bias", "other_scale", "keep")
+    assert [a.name for a in OP.op._schema.arguments] == list(OP.inputs.names)
+    assert OP.outputs.names == ("y", "kept")
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_opcheck(other: bool, keep: bool) -> None:
+    opcheck(OP, inputs(other, keep))
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_op_and_its_function_read_and_return_the_same(other: bool) -> None:
+    given = inputs(other)
+    plain, made = product(given), OP(given)
+    assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True))  # type: ignore[arg-type]
+    assert OP(inputs(other, keep=False)).kept is None
+    assert OP.without_gradient(given, given.x).y.grad_fn is not None  # the function itself: torch's own gradient
+
+
+@pytest.mark.parametrize("frozen", [None, "x", "weight"])
+def test_gradients_are_asked_for_and_given_by_name(frozen: str | None) -> None:
+    given = inputs(other=True)
+    leaves = {"x": given.x, "weight": given.factors.weight}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    made = OP(given)
+    assert made.kept is not None
+    (made.y.sum() + made.kept.sum()).backward()
+    saved, results, grads, wanted = seen
+    assert wanted == leaves.keys() - {frozen}
+    assert saved.keep is True
+    assert saved.factors.scale == 0.5
+    assert saved.other is None or saved.other.weight is None  # a tensor that is not saved
+    assert (results.y is not None, results.kept) == (True, None)
+    for name, factor in (("x", given.factors.weight), ("weight", given.x)):
+        got = leaves[name].grad
+        assert (got is None) == (name == frozen)
+        assert got is None or torch.equal(got, 1.5 * factor)
+
+
+def test_an_output_that_nobody_uses_has_no_gradient() -> None:
+    given = inputs()
+    OP(given).y.sum().backward()
+    assert seen[2].kept is None
+
+
+def test_what_is_saved_has_a_name() -> None:
+    with pytest.raises(ValueError, match=r"saved: expected names among \('x', 'weight', .*got 'weigth'"):
+        OP.differentiable(gradient, inputs=("weigth",), outputs=())
+
+
+def test_compiles_as_one_graph() -> None:
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        made = OP(Product(x * 2, Factors(weight, None, 0.5), None, False))
+        return made.y + 1 if made.kept is None else made.y
+
+    x, weight = (torch.randn(4, 3).requires_grad_() for _ in range(2))
+    got, want = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight), layer(x, weight)
+    assert torch.equal(got, want)
+    grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (got, want)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
