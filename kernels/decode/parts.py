@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.kernels.common.parts import Finish, Norm
+
 
 class Shift(NamedTuple):
     """Keys and values that are mixed with those of the token before: ``y_t = a_t x_{t-1} + (1 - a_t) x_t``.
@@ -34,3 +36,19 @@ class Forget(NamedTuple):
     logits: Tensor
     bias: Tensor | None
     factor: float = 1.0
+
+
+class TokenParts(NamedTuple):
+    """What a whole step does besides attention.
+
+    Args:
+        gate: log decays ``[B, T, H]``, <= 0, or what they are made of; None where nothing decays.
+        shift: of keys and values before the norm, or None.
+        norm: of queries and keys, or None.
+        finish: what the output goes through.
+    """
+
+    gate: Tensor | Forget | None = None
+    shift: Shift | None = None
+    norm: Norm | None = None
+    finish: Finish = Finish()

@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
-from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import CLOSED
 from attnzoo.kernels.common.dense import dense_readout
+from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.decode.state import PagedState
 
 
 def paged_reference(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, *, decay: Tensor | None = None,
-    page_sum: Tensor | None = None, since: Tensor | None = None, log_decay: Tensor | None = None,
-    scale: float | None = None, window: int | None = None, sink: Tensor | None = None, prune: Prune | None = None,
-    k_norm: Tensor | None = None, n_log: Tensor | None = None, logit_bound: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
+    q: Tensor, state: PagedState, *, first_visible: Tensor | None = None, log_decay: Tensor | None = None,
+    options: AttentionOptions, compute_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """``paged_attention`` in PyTorch; memory O(B H T N PAGE).
 
@@ -26,14 +24,14 @@ def paged_reference(
         compute_dtype: of the operands of both matrix products (the softmax is float32 or better). Default: float64 for
             float64 inputs, else float32.
     """
-    (B, T, H, K), PAGE = q.shape, k.shape[1]
-    G = table.shape[1]
+    (k, v, k_norm), (table, first, length), gates = state
+    scale, prune, window, sink, _, logit_bound = options
+    (B, T, H, K), PAGE, G = q.shape, k.shape[1], table.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
     scale = K**-0.5 if scale is None else scale
     N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
     table = table[..., :N]
-    page_sum, k_norm, n_log = (None if x is None else x[..., :N] for x in (page_sum, k_norm, n_log))
     j = torch.arange(N * PAGE, device=q.device)
     pos = length[:, None].long() - T + torch.arange(T, device=q.device)  # [B, T]
     there = ((table >= 0) & (torch.arange(N, device=q.device) >= first[..., None])).repeat_interleave(PAGE, -1)
@@ -42,16 +40,16 @@ def paged_reference(
     if window is not None:
         seen = seen & (j > pos[:, None, :, None] - window)
     seen = _of_queries(seen, H)  # [B, H, T, S]
-    if since is not None:
-        seen = seen & (j >= since[..., None])
+    if first_visible is not None:
+        seen = seen & (j >= first_visible[..., None])
     ids = table.clamp(min=0).long()
     keys, values = (x[ids].flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
     keys, values = (_of_queries(x, H) for x in (keys, values))
     logits = (q.transpose(1, 2).to(cd) @ keys.mT).to(wide) * scale
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
-    if decay is not None and page_sum is not None:
-        c = decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double() + page_sum[..., None]  # [B, H, N, PAGE]
-        c = c.flatten(2)
+    if gates is not None:
+        within = gates.decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double()  # [B, H, N, PAGE]
+        c = (within + gates.page_sum[..., :N, None]).flatten(2)
         logits = logits + (c.gather(2, at)[..., None] - c[:, :, None]).masked_fill(~seen, 0.0).to(wide)
     elif log_decay is not None:
         c = (j * log_decay.double().clamp(min=CLOSED)[:, None]).expand(B, H, N * PAGE)
@@ -60,10 +58,10 @@ def paged_reference(
     if prune is not None:
         assert c is not None
         assert k_norm is not None
-        tails = n_log if n_log is not None else (-c).logcumsumexp(-1)[..., PAGE - 1 :: PAGE]
+        tails = (-c).logcumsumexp(-1)[..., PAGE - 1 :: PAGE] if gates is None else gates.n_log[..., :N]
         q_norm = scale * q.transpose(1, 2).double().norm(dim=-1)
-        sums = c.gather(2, at)
-        begin = _first_pages(logits, sums, pos, q_norm, k_norm, tails, first, prune.log_eps, logit_bound, PAGE)
+        pages = k_norm[..., :N], tails, first, PAGE
+        begin = _first_pages(logits, c.gather(2, at), pos, q_norm, pages, prune.log_eps, logit_bound)
         logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
     return dense_readout(logits, values, sink)[0].to(q.dtype)
 
@@ -74,15 +72,17 @@ def _of_queries(x: Tensor, H: int) -> Tensor:
 
 
 def _first_pages(
-    logits: Tensor, sums: Tensor, pos: Tensor, q_norm: Tensor, k_norm: Tensor, n_log: Tensor, first: Tensor,
-    log_eps: float, logit_bound: Tensor | None, PAGE: int,
+    logits: Tensor, sums: Tensor, pos: Tensor, q_norm: Tensor, pages: tuple[Tensor, Tensor, Tensor, int],
+    log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The first page [B, G] that the kernels' certificate (``portable/prune.py``) makes rows read, in float64.
 
     Args:
         logits: [B, H, T, S], -inf where a row does not see a key; sums: [B, H, T], gates up to each row; pos: [B, T].
         q_norm: [B, H, T], lengths of the scaled queries.
+        pages: ``k_norm`` and ``n_log`` of the pages, the first ones, and the keys of one.
     """
+    k_norm, n_log, first, PAGE = pages
     (G, N), H, S = k_norm.shape[1:], logits.shape[1], logits.shape[3]
     page, key = torch.arange(N, device=logits.device), torch.arange(S, device=logits.device)
     own = pos[:, :1].clamp(min=0) // PAGE  # [B, 1]
@@ -101,14 +101,13 @@ def _first_pages(
 
 
 def append_reference(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
-    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """``paged_append`` token by token, in place; returns seen [B, H, T], empty without gates."""
+    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, state: PagedState
+) -> Tensor | None:
+    """``paged_append`` token by token, in place; the first key that each new row may see, None without gates."""
+    (keys, values, k_norm), (table, _, length), gates = state
+    assert k_norm is not None
     (B, T, G, _), PAGE = k.shape, keys.shape[1]
-    gates = None not in (log_decay, decay, page_sum, total, since, n_log, closed)
-    seen = length.new_zeros((B, decay.shape[2] * G, T) if gates and decay is not None else (0,))
+    visible = None if gates is None else length.new_zeros((B, gates.decay.shape[2] * G, T))
     for t in range(T):
         b = torch.arange(B, device=k.device) if count is None else (count > T - 1 - t).nonzero()[:, 0]
         at = length[b].long()
@@ -120,11 +119,9 @@ def append_reference(
         keys[to], values[to] = k[row, t, g], v[row, t, g]
         long = keys[to].float().norm(dim=-1) * 1.00001
         k_norm[row, g, page] = torch.maximum(long, k_norm[row, g, page] * (i[m] > 0))
-        if (
-            log_decay is None or decay is None or page_sum is None or total is None or since is None
-            or n_log is None or closed is None
-        ):  # fmt: skip
+        if log_decay is None or gates is None or visible is None:
             continue
+        decay, page_sum, total, since, n_log, closed = gates
         begins, now = (i == 0)[:, None], is_closed(log_decay[b, t])  # [M, H]
         page_sum[b, :, n] = torch.where(begins, total[b], page_sum[b, :, n])
         since[b] = torch.where(now, at[:, None].int(), since[b])
@@ -133,7 +130,7 @@ def append_reference(
         total[b] += log_decay[b, t].double().masked_fill(now, 0.0)
         past = n_log[b, :, (at - 1).clamp(min=0) // PAGE].masked_fill((at == 0)[:, None], -math.inf)
         n_log[b, :, n] = torch.logaddexp(past, -total[b])
-        seen[b, :, t] = since[b]
+        visible[b, :, t] = since[b]
         within = (total[b] - page_sum[b, :, n]).to(decay.dtype).unflatten(1, (G, -1))
         decay[to] = within[m, g]
-    return seen
+    return visible

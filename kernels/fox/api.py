@@ -128,9 +128,8 @@ def fox_attention(
     if not backward:
         s = gate_sums
         sums = None if s is None else KeptSums(s.c, s.base, s.since, s.tails, s.longest)
-        return returned(
-            op.fox_infer_op.without_gradient(FoxInference(operands, sums, valid, return_lse), q), return_lse
-        )
+        inference = FoxInference(operands, sums, valid, return_lse)
+        return returned(op.fox_infer_op.without_gradient(inference, q), return_lse)
     needs_gate_grad = log_decay is not None and log_decay.requires_grad
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = FoxForward(operands, needs_gate_grad, deterministic, return_lse, *(receivers or ()))

@@ -31,10 +31,10 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels import linear
+from attnzoo.kernels import decode, linear
 from attnzoo.kernels.common import device
-from attnzoo.kernels.common.parts import Finish
-from attnzoo.kernels.decode import api as decode
+from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.levels.plan import too_small
@@ -92,31 +92,23 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     norm, gates, decay = torch.zeros(B, G, N), torch.zeros(B, T, H), torch.zeros(P, 64, R)
     page_sum, total, n_log = (torch.zeros(shape, dtype=float64) for shape in ((B, H, N), (B, H), (B, H, N)))
     since, seen = torch.zeros(B, H, dtype=int32), torch.zeros(B, H, T, dtype=int32)
-    kept = {"keys": pages, "values": pages, "table": table, "length": length, "k_norm": norm, "impl": "triton"}
-    sums = {
-        "decay": decay,
-        "page_sum": page_sum,
-        "total": total,
-        "since": since,
-        "n_log": n_log,
-        "closed": n_log.long(),
-    }
-    decode.paged_append(new, new, **kept)
-    decode.paged_append(new, new, log_decay=gates, **sums, **kept)
-    attend = functools.partial(decode.paged_attention, q, pages, pages, table, first, length, impl="triton")
-    attend(sink=gates[0, 0], window=100)
-    pruned = {"prune": Prune(), "k_norm": norm}
-    attend(log_decay=gates[0, 0], logit_bound=gates[0, 0], **pruned)
-    attend(decay=decay, page_sum=page_sum, n_log=n_log, **pruned)
-    whole = functools.partial(
-        step.paged_step, q, new, new, past=length.long(), count=length, first=first,
-        finish=step.Finish(q[0, 0], gate=q),
+    plain = decode.PagedState(decode.KeyPages(pages, pages, norm), decode.PageTable(table, first, length))
+    decayed = plain._replace(gates=decode.GateState(decay, page_sum, total, since, n_log, n_log.long()))
+    decode.paged_append(new, new, plain, impl="triton")
+    decode.paged_append(new, new, decayed, log_decay=gates, impl="triton")
+    attend = functools.partial(decode.paged_attention, q, impl="triton")
+    attend(plain, options=AttentionOptions(sink=gates[0, 0], window=100))
+    pruned = AttentionOptions(prune=Prune())
+    attend(plain, log_decay=gates[0, 0], options=pruned._replace(logit_bound=gates[0, 0]))
+    attend(decayed, options=pruned)
+    parts = decode.TokenParts(
+        finish=Finish(q[0, 0], gate=q), norm=Norm(q[0, 0], new[0, 0], 1e-5),
         shift=step.Shift(new[..., 0], new[..., 0], new[:, 0].clone(), new[:, 0].clone()),
-        norm=step.Norm(q[0, 0], new[0, 0], 1e-5), **kept,
     )  # fmt: skip
-    whole()
-    whole(gate=step.Forget(q[..., 0], gates[0, 0]), **sums)
-    return attend(decay=decay, page_sum=page_sum, since=seen)
+    whole = functools.partial(step.paged_step, q, new, new, past=length.long(), count=length, impl="triton")
+    whole(plain, parts=parts)
+    whole(decayed, parts=parts._replace(gate=step.Forget(q[..., 0], gates[0, 0])))
+    return attend(decayed, first_visible=seen)
 
 
 def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -124,23 +116,26 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     int32, float64, (B, G, N, P) = torch.int32, torch.float64, (2, 2, 16, 64)
     H, q, new = G * R, torch.zeros(B, T, G * R, K, dtype=dtype), torch.zeros(B, T, G, K, dtype=dtype)
     gates, n_log = torch.zeros(B, T, H), torch.zeros(B, H, N, dtype=float64)
-    pool = {
-        "values": torch.zeros(P, 64, K, dtype=dtype), "k_norm": torch.zeros(B, G, N),
-        "table": torch.zeros(B, G, N, dtype=int32), "first": torch.zeros(B, G, dtype=int32),
-        "length": torch.zeros(B, dtype=int32),
-    }  # fmt: skip
-    near = torch.zeros(B, G, 128, K)
-    pages = {"keys": torch.zeros(P, 64, K), "factor": torch.zeros(P, K, K), "near": (near, near, near[..., 0].clone())}
-    opened = torch.zeros(B, G, 512, K), torch.zeros(B, G, K, K), torch.zeros(B, dtype=int32)
-    groups = {"keys": pool["values"], "factor": torch.zeros(B, G, N // 8, K, K), "open": opened}
-    sums = {"decay": torch.zeros(P, 64, R), "page_sum": n_log, "total": n_log[..., 0].contiguous(), "n_log": n_log}
-    sums |= {"since": torch.zeros(B, H, dtype=int32), "closed": n_log.long()}
-    count = torch.zeros(B, dtype=int32)
-    path_step = functools.partial(path_pages.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
-    path_step(window=100, sink=gates[0, 0], **pages)
-    kept = {name: pool[name] for name in ("table", "first", "length", "k_norm")}
-    path_pages.paged_path_carry(new, new, new[..., 0].float(), count=count, **groups, **kept)
-    return path_step(log_decay=gates, count=count, prune=Prune(), carry=T == 1, **groups, **sums)
+    table = decode.PageTable(
+        torch.zeros(B, G, N, dtype=int32), torch.zeros(B, G, dtype=int32), torch.zeros(B, dtype=int32)
+    )
+    values, norm, near = torch.zeros(P, 64, K, dtype=dtype), torch.zeros(B, G, N), torch.zeros(B, G, 128, K)
+    single = decode.PathGroups(torch.zeros(P, K, K), near=decode.NearKeys(near, near, near[..., 0].clone()))
+    opened = decode.OpenGroup(torch.zeros(B, G, 512, K), torch.zeros(B, G, K, K), torch.zeros(B, dtype=int32))
+    several = decode.PathGroups(torch.zeros(B, G, N // 8, K, K), opened)
+    gate_state = decode.GateState(
+        torch.zeros(P, 64, R), n_log, n_log[..., 0].contiguous(), torch.zeros(B, H, dtype=int32), n_log, n_log.long()
+    )
+    count, tokens = torch.zeros(B, dtype=int32), decode.PathTokens(new, new, new[..., 0].float())
+    plain = decode.PagedState(decode.KeyPages(torch.zeros(P, 64, K), values, norm), table)
+    grouped = decode.PagedState(decode.KeyPages(values, values, norm), table, gate_state)
+    windowed = AttentionOptions(window=100, sink=gates[0, 0])
+    path_pages.paged_path_step(q, new, tokens, plain, single, options=windowed)
+    path_pages.paged_path_carry(tokens._replace(count=count), grouped, several)
+    tokens = tokens._replace(log_decay=gates, count=count)
+    return path_pages.paged_path_step(
+        q, new, tokens, grouped, several, options=AttentionOptions(prune=Prune()), carry=T == 1
+    )
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:

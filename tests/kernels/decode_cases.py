@@ -12,7 +12,7 @@ from fox_cases import Case as FoxCase
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
-from attnzoo.kernels.decode import paged_attention
+from attnzoo.kernels.decode import AttentionOptions, GateState, KeyPages, PagedState, PageTable, paged_attention
 from attnzoo.kernels.fox.reference import fox_reference
 
 
@@ -46,7 +46,7 @@ class Inputs:
     v: Tensor
     log_decay: Tensor | None  # [B, S, H] or [H]
     sink: Tensor | None
-    pool: dict[str, Tensor]  # what paged_attention is given of the keys and gates
+    pool: dict[str, Tensor]  # keys and gates, by their names in the state, and rows' first visible keys
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -67,7 +67,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     length = torch.tensor(case.lengths, dtype=torch.int32)
     keys = torch.full((ids.numel(), P, case.K), math.nan, dtype=dtype)
     values = torch.full((ids.numel(), P, case.V), math.nan, dtype=dtype)
-    pool = {"k": keys, "v": values, "table": table, "first": first, "length": length}
+    pool = {"keys": keys, "values": values, "table": table, "first": first, "length": length}
     if g is not None and g.ndim == 3:
         open_g = g.double().masked_fill(is_closed(g), 0.0)
         sums = torch.nn.functional.pad(open_g.cumsum(1), (0, 0, 1, 0))  # [B, S + 1, H]
@@ -75,7 +75,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         pool["page_sum"] = torch.full((B, case.H, N), math.nan, dtype=torch.float64)
         seen = torch.where(is_closed(g), torch.arange(S)[:, None], 0).cummax(1).values  # [B, S, H]
         rows = (length[:, None].long() - case.T + torch.arange(case.T)).clamp(min=0)
-        pool["since"] = seen.gather(1, rows[..., None].expand(B, case.T, case.H)).mT.int().contiguous()
+        pool["first_visible"] = seen.gather(1, rows[..., None].expand(B, case.T, case.H)).mT.int().contiguous()
     elif g is not None:
         pool["log_decay"] = g
     for b, n in enumerate(case.lengths):
@@ -95,6 +95,24 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     pool = {name: x.to(DEVICE) for name, x in pool.items()}
     given = [None if x is None else x.to(DEVICE) for x in (q, k, v, g, sink)]
     return Inputs(*given, pool)  # type: ignore[arg-type]
+
+
+def state_of(pool: dict[str, Any]) -> PagedState:
+    """The tensors of ``pool`` by their names; sums of gates that are missing beside ``decay`` mean nothing."""
+    gates = None
+    if pool.get("decay") is not None:
+        page_sum = pool["page_sum"]
+        like = page_sum if isinstance(page_sum, Tensor) else pool["table"].double()
+        spare = {"total": like[..., 0] * 0, "since": like[..., 0].int(), "n_log": like * 0, "closed": like.long()}
+        gates = GateState(**{name: {**spare, **pool}[name] for name in GateState._fields})
+    pages = KeyPages(pool["keys"], pool["values"], pool.get("k_norm"))
+    return PagedState(pages, PageTable(*(pool[name] for name in PageTable._fields)), gates)
+
+
+def attend(q: Tensor, pool: dict[str, Any], impl: Any = "triton", **options: Any) -> Tensor:
+    """``paged_attention`` of a pool and options by their names, rows' first visible keys and log decays among them."""
+    rest = {name: pool.get(name) for name in ("first_visible", "log_decay")}
+    return paged_attention(q, state_of(pool), **rest, options=AttentionOptions(**options), impl=impl)
 
 
 def for_pruning(case: Case, x: Inputs) -> dict[str, Tensor]:
@@ -132,7 +150,7 @@ def oracle(case: Case, x: Inputs, **options: Any) -> Tensor:
 
 
 def ours(case: Case, x: Inputs, impl: str = "triton") -> Tensor:
-    return paged_attention(x.q, **x.pool, sink=x.sink, impl=impl, **case.options)  # type: ignore[arg-type]
+    return attend(x.q, x.pool, impl, sink=x.sink, **case.options)
 
 
 def within_budget(case: Case, x: Inputs, got: Tensor) -> None:

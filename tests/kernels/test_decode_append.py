@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import Case, inputs, ours, within_budget
+from decode_cases import Case, attend, inputs, ours, state_of, within_budget
 from fox_cases import DEVICE
 from torch import Tensor
 
-from attnzoo.kernels.decode import paged_append, paged_attention
+from attnzoo.kernels.decode import PageTable, paged_append
 
 BITS = {"rtol": 0, "atol": 0}
 CASE = Case(lengths=(66, 5, 140), T=3, H=4, G=2, gate="mixed", first=(0, 0, 0, 0, 1, 0))
@@ -20,8 +20,8 @@ CASE = Case(lengths=(66, 5, 140), T=3, H=4, G=2, gate="mixed", first=(0, 0, 0, 0
 def emptied(case: Case, x: Any, before: list[int]) -> dict[str, Tensor]:
     """Pages as ``before[b]`` tokens of each sequence left them, with what an append carries on."""
     B, g = len(x.k), x.log_decay
-    pool = {"keys": torch.full_like(x.pool["k"], math.nan), "values": torch.full_like(x.pool["v"], math.nan)}
-    pool |= {name: x.pool[name] for name in ("table",)}
+    pool = {"keys": torch.full_like(x.pool["keys"], math.nan), "values": torch.full_like(x.pool["values"], math.nan)}
+    pool |= {name: x.pool[name] for name in ("table", "first")}
     N = pool["table"].shape[2]
     pool["length"] = torch.zeros(B, dtype=torch.int32, device=DEVICE)
     pool["k_norm"] = torch.zeros(B, case.G, N, device=DEVICE)
@@ -45,7 +45,7 @@ def write(pool: dict[str, Tensor], x: Any, end: list[int], count: list[int], T: 
     k, v, g = (None if y is None else y[row.to(DEVICE), rows.clamp(min=0).to(DEVICE)] for y in (x.k, x.v, x.log_decay))
     assert k is not None
     assert v is not None
-    return paged_append(k, v, log_decay=g, count=there, impl=impl, **pool)  # type: ignore[arg-type]
+    return paged_append(k, v, state_of(pool), log_decay=g, count=there, impl=impl)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gate", ["mixed", "none"])
@@ -72,10 +72,7 @@ def test_steps_after_steps_equal_the_whole() -> None:
     pool = emptied(CASE, x, [60, 0, 130])
     write(pool, x, [63, 2, 137], [3, 2, 7], 7, "triton")
     seen = write(pool, x, [66, 5, 140], [3, 3, 3], 3, "triton")
-    o = paged_attention(
-        x.q, pool["keys"], pool["values"], pool["table"], x.pool["first"], pool["length"], decay=pool["decay"],
-        page_sum=pool["page_sum"], since=seen, impl="triton",
-    )  # fmt: skip
+    o = attend(x.q, pool | {"first_visible": seen})
     within_budget(CASE, x, o)
     torch.testing.assert_close(o, ours(CASE, x), rtol=1e-5, atol=2e-6)
 
@@ -119,4 +116,4 @@ def test_tokens_beyond_the_table_are_refused(impl: Any, monkeypatch: pytest.Monk
         write(pool, x, [1, 1], [1, 2], 2, impl)
     pool["length"][0] = end + 1
     with pytest.raises(ValueError, match=rf"table: expected an entry for each page of {end + 1} tokens, got"):
-        paged_attention(x.q, x.pool["k"], x.pool["v"], pool["table"], x.pool["first"], pool["length"], impl=impl)
+        attend(x.q, {name: (x.pool | pool)[name] for name in ("keys", "values", *PageTable._fields)}, impl)

@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import Case, inputs, ours, within_budget
+from decode_cases import Case, attend, inputs, ours, state_of, within_budget
 from fox_cases import DEVICE
+from named_ops import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnzoo.kernels.decode import paged_append, paged_attention
+from attnzoo.kernels.common.options import OpOptions
+from attnzoo.kernels.decode import (
+    AttentionOptions,
+    KeyPages,
+    OpenGroup,
+    PagedState,
+    PageTable,
+    PathGroups,
+    PathTokens,
+    paged_append,
+    paged_attention,
+)
+from attnzoo.kernels.decode.operands import PagedInference, PageWrite
 from attnzoo.kernels.decode.plan import Call, plan, workspace
 from attnzoo.kernels.decode.portable import attention, page_shares
 from attnzoo.kernels.decode.portable import path_pages as walks
@@ -19,13 +32,13 @@ CASE = Case(lengths=(70, 5), T=2, H=2, G=1, K=8, V=8, sink=True)
 
 
 def state(case: Case, x: Any) -> dict[str, torch.Tensor]:
-    """What ``paged_append`` takes besides the pages, of no meaning."""
+    """What ``paged_append`` changes, by name, the sums of no meaning."""
     B, G, N = x.pool["table"].shape
-    pool = {"keys": x.pool["k"], "values": x.pool["v"], "table": x.pool["table"], "length": x.pool["length"].clone()}
+    pool = {name: x.pool[name] for name in ("keys", "values", "table", "first")}
     pool |= {name: x.pool[name].nan_to_num() for name in ("decay", "page_sum")}
     pool |= {"k_norm": torch.zeros(B, G, N), "total": torch.zeros(B, case.H, dtype=torch.float64)}
     pool |= {"since": torch.zeros(B, case.H, dtype=torch.int32), "n_log": pool["page_sum"] * 0}
-    pool["closed"] = pool["n_log"].long()
+    pool |= {"closed": pool["n_log"].long(), "length": x.pool["length"].clone()}
     return {name: y.to(DEVICE) for name, y in pool.items()}
 
 
@@ -33,20 +46,16 @@ def test_opcheck() -> None:
     from attnzoo.kernels.decode.op import paged_infer_op, paged_write_op
 
     x = inputs(CASE, torch.float32)
-    pool = [x.pool[name] for name in ("k", "v", "table", "first", "length", "decay", "page_sum", "since")]
-    torch.library.opcheck(paged_infer_op, (x.q, *pool, None, x.sink, None, None, None, 0.3, 40, 0.0))
-    names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
-    kept = state(CASE, x)
-    new = (x.k[:, :2], x.v[:, :2], torch.zeros(2, 2, 2, device=DEVICE), None)
-    torch.library.opcheck(paged_write_op, (*new, *(kept[name] for name in names)))
+    options = OpOptions(None, None, 0.3, 40)
+    opcheck(paged_infer_op, PagedInference(x.q, state_of(x.pool), x.pool["first_visible"], None, x.sink, options))
+    gates = torch.zeros(2, 2, 2, device=DEVICE)
+    opcheck(paged_write_op, PageWrite(x.k[:, :2], x.v[:, :2], gates, None, state_of(state(CASE, x))))
 
 
 def step(x: Any, kept: dict[str, torch.Tensor], q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    seen = paged_append(k, k, log_decay=g, impl="triton", **kept)  # type: ignore[arg-type]
-    return paged_attention(
-        q, kept["keys"], kept["values"], kept["table"], x.pool["first"], kept["length"], decay=kept["decay"],
-        page_sum=kept["page_sum"], since=seen, impl="triton",
-    )  # fmt: skip
+    pages = state_of(kept)
+    visible = paged_append(k, k, pages, log_decay=g, impl="triton")
+    return paged_attention(q, pages, first_visible=visible, impl="triton")
 
 
 def new_tokens(seed: int) -> list[torch.Tensor]:
@@ -57,10 +66,10 @@ def new_tokens(seed: int) -> list[torch.Tensor]:
 
 def test_autocast_does_not_reach_inside_the_reference() -> None:
     x = inputs(CASE, torch.float32)
-    pages = [x.pool[name].to(DEVICE) for name in ("k", "v", "table", "first", "length")]
-    want = paged_attention(x.q, *pages, impl="reference")
+    pages = {name: x.pool[name] for name in ("keys", "values", *PageTable._fields)}
+    want = attend(x.q, pages, "reference")
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        assert torch.equal(paged_attention(x.q, *pages, impl="reference"), want)
+        assert torch.equal(attend(x.q, pages, "reference"), want)
 
 
 def test_a_compiled_step_changes_the_same_pages() -> None:
@@ -103,7 +112,7 @@ def test_a_captured_step_stays_right_while_sequences_grow() -> None:
         for to, y in zip(static, new, strict=True):
             to.copy_(y)
         if seed == 20:
-            x.pool["first"][0] = 1
+            x.pool["first"][0] = 1  # of both
         graph.replay()
         assert torch.equal(o, step(x, kept[1], *new))
     assert kept[0]["length"].tolist() == [130, 70]
@@ -113,17 +122,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(2, 2, 2)}, r"q: expected \[B, T, heads, dim\], got shape \(2, 2, 2\)"),
     ({"q": torch.zeros(2, 17, 2, 8)}, r"q: expected 1 to 16 tokens, got T=17"),
     ({"q": torch.zeros(3, 2, 2, 8)}, r"table: expected \[B=3, G, N\], got \(2, 1, 3\)"),
-    ({"k": torch.zeros(6, 48, 8)}, r"k: expected \[P, PAGE, K\], PAGE a power of 2 from 16 on, got \(6, 48, 8\)"),
-    ({"k": torch.zeros(6, 64, 16)}, r"k: expected torch.float32 \[P, PAGE, K=8\] as in q, got"),
-    ({"k": torch.zeros(6, 8, 64).mT}, r"k: expected a contiguous tensor"),
-    ({"v": torch.zeros(5, 64, 8)}, r"v: expected torch.float32 \(6, 64, 8\), got torch.float32 \(5, 64, 8\)"),
+    ({"keys": torch.zeros(6, 48, 8)}, r"keys: expected \[P, PAGE, K\], PAGE a power of 2 from 16 on, got \(6, 48, 8\)"),
+    ({"keys": torch.zeros(6, 64, 16)}, r"keys: expected torch.float32 \[P, PAGE, K=8\] as in q, got"),
+    ({"keys": torch.zeros(6, 8, 64).mT}, r"keys: expected a contiguous tensor"),
+    ({"values": torch.zeros(5, 64, 8)}, r"values: expected torch.float32 \(6, 64, 8\), got torch.float32 \(5, 64, 8\)"),
     ({"table": torch.zeros(2, 1, 3)}, r"table: expected torch.int32 \(2, 1, 3\), got torch.float32"),
     ({"first": torch.zeros(2, 2, dtype=torch.int32)}, r"first: expected torch.int32 \(2, 1\), got"),
     ({"length": torch.zeros(2)}, r"length: expected torch.int32 \(2,\), got torch.float32"),
-    ({"page_sum": None}, r"decay: expected decay and page_sum, or log_decay, or none of the three"),
-    ({"log_decay": torch.zeros(2)}, r"decay: expected decay and page_sum, or log_decay, or none"),
+    ({"page_sum": None}, r"page_sum: expected a tensor, got NoneType"),
+    ({"log_decay": torch.zeros(2)}, r"log_decay: expected None with gates of each token, got a tensor"),
     ({"page_sum": torch.zeros(2, 2, 3)}, r"page_sum: expected torch.float64 \(2, 2, 3\), got torch.float32"),
-    ({"since": torch.zeros(2, 2, dtype=torch.int32)}, r"since: expected torch.int32 \(2, 2, 2\), got"),
+    ({"first_visible": torch.zeros(2, 2, dtype=torch.int32)}, r"first_visible: expected torch.int32 \(2, 2, 2\), got"),
+    ({"cu_seqlens": torch.zeros(2)}, r"cu_seqlens: expected None over pages"),
     ({"sink": torch.zeros(3)}, r"sink: expected a floating dtype \(2,\), got torch.float32 \(3,\)"),
     ({"window": 0}, r"window: expected at least 1"),
     ({"scale": -1.0}, r"scale: expected a positive finite number"),
@@ -135,14 +145,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:24] for _, m in BAD])
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     x = inputs(CASE, torch.float32)
-    given = {"q": x.q, **x.pool} | {name: y.to(DEVICE) if torch.is_tensor(y) else y for name, y in change.items()}
+    given = {"q": x.q, "impl": "auto", **x.pool}
+    given |= {name: y.to(DEVICE) if torch.is_tensor(y) else y for name, y in change.items()}
+    options = {name: given[name] for name in AttentionOptions._fields if name in given}
     with pytest.raises((ValueError, TypeError), match=message):
-        paged_attention(**given)
+        attend(given["q"], given, given["impl"], **options)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"log_decay": None}, r"decay: expected None without log_decay"),
-    ({"n_log": None}, r"n_log: expected a tensor with log_decay"),
+    ({"log_decay": None}, r"gates: expected None without log_decay, got GateState"),
+    ({"decay": None}, r"gates: expected GateState with log_decay, got None"),
+    ({"n_log": None}, r"n_log: expected a tensor, got NoneType"),
     ({"k": torch.zeros(2, 2, 1, 4)}, r"k: expected torch.float32 \(2, 2, 1, 8\), got"),
     ({"k": torch.zeros(2, 17, 1, 8)}, r"k: expected 1 to 16 tokens, got T=17"),
     ({"keys": torch.zeros(6, 8)}, r"keys: expected \[P, PAGE, K\]"),
@@ -155,8 +168,9 @@ def test_wrong_appends_are_named(change: dict[str, Any], message: str, monkeypat
     x = inputs(CASE, torch.float32)
     q, k, g = new_tokens(0)
     changed = {name: y.to(DEVICE) if torch.is_tensor(y) else y for name, y in change.items()}
-    with pytest.raises(ValueError, match=message):
-        paged_append(**{"k": k, "v": k, "log_decay": g, **state(CASE, x)} | changed)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"k": k, "log_decay": g, "count": None, **state(CASE, x)} | changed
+    with pytest.raises((ValueError, TypeError), match=message):
+        paged_append(given["k"], k, state_of(given), log_decay=given["log_decay"], count=given["count"])
 
 
 def test_gradients_are_refused_or_taken_from_the_reference() -> None:
@@ -195,14 +209,16 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
     monkeypatch.setattr(walks, "paged_carry_kernel", Nothing())
     q, x, pages = torch.zeros(B, T, H, K), torch.zeros(B, T, G, K), torch.zeros(1, 64, K)
     first, length = torch.zeros(B, G, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    opened = (torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0]) if carried > 1 else None
-    given = walks.Carried(x, x[..., None, :], x[..., :1], pages, torch.zeros(1, K, K), opened, None, None)
+    opened = None
+    if carried > 1:
+        opened = OpenGroup(torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0])
+    kept = PagedState(KeyPages(pages, pages, q), PageTable(table, first, length))
+    groups = PathGroups(torch.zeros(1, K, K), opened)
+    given = walks.Carried(PathTokens(x, x[..., None, :], x[..., :1]), kept, groups)
     with Allocated() as allocated:
-        walked = walks.walk_and_carry(given, q, table, first, length, q, 1, 16) if carried else None
-        o = attention.paged_forward(
-            q, pages, pages, table, first, length, None, None, None, None, None, None, None, None, 1.0, 0, 0.0,
-            plan(call, 1), walked,
-        )  # fmt: skip
+        walked = walks.walk_and_carry(given, q, 1, 16) if carried else None
+        inference = PagedInference(q, kept, None, None, None, OpOptions(None, None, 1.0))
+        o = attention.paged_forward(inference, plan(call, 1), walked)
     assert allocated.bytes - o.nbytes == expected
 
 

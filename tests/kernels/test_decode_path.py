@@ -19,7 +19,7 @@ from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.readout import attend_with_sink
-from attnzoo.kernels.decode import paged_path_step
+from attnzoo.kernels.decode import NearKeys, PathGroups, PathTokens, paged_path_step
 from attnzoo.kernels.decode.plan import override
 
 
@@ -290,12 +290,12 @@ def test_pruning_reads_no_page_that_no_row_needs(grouped: bool, bounded: bool) -
 def test_what_does_not_fit_is_refused_by_name() -> None:
     x = inputs(Case(lengths=(3,)))
     q, k, v, gate = x.new(Case(lengths=(3,)))
-    pool = {name: getattr(x.pool, name) for name in ("factor", "table", "first", "length", "k_norm")}
-    pool["near"] = x.pool.near_k, x.pool.near_w, x.pool.near_beta
-    step, pages = (q, k, v, gate.w, gate.beta), {"keys": x.pool.k, "values": x.pool.v, **pool}
-    with pytest.raises(ValueError, match="decay: expected None without log_decay"):
-        paged_path_step(*step, **pages, decay=x.pool.decay)
+    tokens, state = PathTokens(k, gate.w, gate.beta), x.pool.state()._replace(gates=None)
+    groups = PathGroups(x.pool.factor, near=NearKeys(x.pool.near_k, x.pool.near_w, x.pool.near_beta))
+    with pytest.raises(ValueError, match="gates: expected None without log_decay, got GateState"):
+        paged_path_step(q, v, tokens, x.pool.state(), groups)
     with pytest.raises(ValueError, match=r"factor: expected torch.float32 \(1, 16, 16\), got torch.float64"):
-        paged_path_step(*step, **{**pages, "factor": pages["factor"].double()})
+        paged_path_step(q, v, tokens, state, groups._replace(factor=groups.factor.double()))
+    many = PathTokens(*(y.expand(-1, 17, *y.shape[2:]) for y in (k, gate.w, gate.beta)))
     with pytest.raises(ValueError, match="k: expected 1 to 16 tokens, got T=17"):
-        paged_path_step(*(x.expand(-1, 17, *x.shape[2:]) for x in step), **pages)
+        paged_path_step(q.expand(-1, 17, -1, -1), v.expand(-1, 17, -1, -1), many, state, groups)

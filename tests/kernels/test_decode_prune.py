@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import Case, Inputs, for_pruning, inputs, oracle
+from decode_cases import Case, Inputs, attend, for_pruning, inputs, oracle
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.decode import paged_attention
 
 EPS = 1e-3
 CASES = [
@@ -22,8 +21,10 @@ CASES = [
 ]
 
 
-def begins(case: Case, x: Inputs, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The first pages that the kernel and the reference read."""
+def begins(
+    case: Case, x: Inputs, kept: dict[str, Tensor], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """The first pages that the kernel and the reference read; ``kept``: what pruning needs besides the pool."""
     from attnzoo.kernels.decode import reference
     from attnzoo.kernels.decode.portable import attention
 
@@ -41,7 +42,7 @@ def begins(case: Case, x: Inputs, options: dict[str, Any], monkeypatch: pytest.M
     monkeypatch.setattr(attention, "drop_pages", record)
     monkeypatch.setattr(reference, "_first_pages", record_reference)
     for impl in ("triton", "reference"):
-        paged_attention(x.q, **x.pool, **options, **case.options, impl=impl)  # type: ignore[arg-type]
+        attend(x.q, x.pool | kept, impl, **options, **case.options)
     return found
 
 
@@ -53,25 +54,25 @@ def test_pruned_step_drops_at_most_eps(case: Case, known: bool, monkeypatch: pyt
     for b in range(len(case.lengths)):
         for h, page in enumerate(x.pool["table"][b, :, 0].tolist()):
             if page >= 0:
-                x.pool["k"][page] *= 1.5
-                assert torch.equal(x.pool["k"][page][:1], x.k[b, :1, h])
-    options = {"prune": Prune(EPS), **for_pruning(case, x)}
+                x.pool["keys"][page] *= 1.5
+                assert torch.equal(x.pool["keys"][page][:1], x.k[b, :1, h])
+    kept, options = for_pruning(case, x), {"prune": Prune(EPS)}
     if known:
         R, scaled = case.H // case.G, x.q * case.K**-0.5
         scores = torch.einsum("bthk,bshk->bhts", scaled, x.k.repeat_interleave(R, 2)).abs()
         options["logit_bound"] = scores.amax((0, 2, 3)) * 1.0001
-    got, want = begins(case, x, options, monkeypatch)
+    got, want = begins(case, x, kept, options, monkeypatch)
     assert torch.equal(got, want)
     assert bool((got > x.pool["first"]).any()), "nothing was dropped"
     exact = oracle(case, x)
     options["sink"] = x.sink
-    o = paged_attention(x.q, **x.pool, **options, **case.options, impl="triton")
+    o = attend(x.q, x.pool | kept, **options, **case.options)
     assert float((o - exact).abs().max()) <= 2 * EPS * float(x.v.abs().max()) + 1e-5
     for b in range(len(case.lengths)):
         for h in range(case.G):
             gone = x.pool["table"][b, h, int(x.pool["first"][b, h]) : int(got[b, h])].long()
-            x.pool["k"][gone], x.pool["v"][gone] = math.nan, math.nan  # certified away: never read
-    assert torch.equal(paged_attention(x.q, **x.pool, **options, **case.options, impl="triton"), o)
+            x.pool["keys"][gone], x.pool["values"][gone] = math.nan, math.nan  # certified away: never read
+    assert torch.equal(attend(x.q, x.pool | kept, **options, **case.options), o)
 
 
 def test_keys_along_the_query_get_at_most_eps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +84,12 @@ def test_keys_along_the_query_get_at_most_eps(monkeypatch: pytest.MonkeyPatch) -
         ids = x.pool["table"][0, 0, :8].long()
         c = -rate * torch.arange(1, 513, dtype=torch.float64, device=ids.device)
         start = torch.nn.functional.pad(c[63::64], (1, 0))
-        x.pool["k"][ids] = x.q[0, 0, 0]
+        x.pool["keys"][ids] = x.q[0, 0, 0]
         x.pool["page_sum"][0, 0] = start
         x.pool["decay"][ids] = (c.view(8, 64) - start[:8, None])[..., None].float()
         k_norm = torch.full((1, 1, 9), 1.00001 * float(x.q.norm()), device=ids.device)
         n_log = torch.nn.functional.pad((-c).logcumsumexp(0)[63::64], (0, 1))[None, None].contiguous()
-        options = {"prune": Prune(EPS), "k_norm": k_norm, "n_log": n_log}
-        for begin in begins(case, x, options, monkeypatch):
+        for begin in begins(case, x, {"k_norm": k_norm, "n_log": n_log}, {"prune": Prune(EPS)}, monkeypatch):
             dropped = float((-c).softmax(0)[: 64 * int(begin[0, 0])].sum())
             assert dropped <= EPS
             largest = max(largest, dropped)
@@ -100,9 +100,9 @@ def test_keys_along_the_query_get_at_most_eps(monkeypatch: pytest.MonkeyPatch) -
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune\(\) or None, got float"),
     ({"prune": Prune(bound="paper")}, r"prune: expected bound='tail' over pages, got 'paper'"),
-    ({"decay": None, "page_sum": None}, r"prune: expected decay or log_decay"),
+    ({"decay": None, "page_sum": None}, r"prune: expected gates or log_decay"),
     ({"k_norm": None}, r"k_norm: expected the lengths of each page's longest key"),
-    ({"n_log": None}, r"n_log: expected the sums that prune needs"),
+    ({"n_log": None}, r"n_log: expected a tensor, got NoneType"),
     ({"n_log": torch.zeros(1, 2, 2)}, r"n_log: expected torch.float64 \(1, 2, 4\), got"),
     ({"prune": None, "logit_bound": torch.ones(2)}, r"logit_bound: expected None without prune"),
 ]
@@ -112,5 +112,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_what_pruning_needs_is_named(change: dict[str, Any], message: str) -> None:
     case = Case(H=2, G=1)
     x = inputs(case, torch.float32)
-    with pytest.raises(ValueError, match=message):
-        paged_attention(**{"q": x.q, **x.pool, "prune": Prune(), **for_pruning(case, x)} | change)
+    given = {"prune": Prune(), **x.pool, **for_pruning(case, x)} | change
+    options = {name: given[name] for name in ("prune", "logit_bound") if name in given}
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(x.q, given, "auto", **options)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import Case, inputs
+from decode_cases import Case, inputs, state_of
 from fox_cases import DEVICE
 from test_decode_append import emptied
 from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.kernels.common.parts import Finish, Norm
-from attnzoo.kernels.decode import Forget, Shift, paged_step
+from attnzoo.kernels.decode import AttentionOptions, Forget, Shift, TokenParts, paged_step
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,22 @@ def drawn(step: Step, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]
     return [q, k, v], given
 
 
+def run(rows: list[Tensor], given: dict[str, Any], impl: Any = "auto") -> Tensor:
+    """``paged_step`` of a state, parts and options by their names."""
+    parts, options = (
+        kind(**{name: given[name] for name in kind._fields if name in given}) for kind in (TokenParts, AttentionOptions)
+    )  # type: ignore[attr-defined]
+    return paged_step(
+        *rows, state_of(given), past=given["past"], count=given["count"], parts=parts, options=options, impl=impl
+    )  # type: ignore[call-arg]
+
+
 def both(step: Step, dtype: torch.dtype) -> list[tuple[Tensor, dict[str, Any]]]:
     """The output and what is changed, by the kernels and by the reference."""
     found = []
     for impl in ("triton", "reference"):
         rows, given = drawn(step, dtype)
-        o = paged_step(*rows, impl=impl, **given)
+        o = run(rows, given, impl)
         shift = given.pop("shift", None)
         changed = {name: given[name] for name in given if isinstance(given[name], Tensor)}
         found.append((o, changed if shift is None else changed | {"k before": shift[2], "v before": shift[3]}))
@@ -109,7 +119,7 @@ def test_rows_and_gates_of_outputs_may_have_any_strides() -> None:
     for turn in (lambda x: x, lambda x: x.mT.contiguous().mT):
         rows, given = drawn(STEPS[4], torch.float32)
         given["finish"] = given["finish"]._replace(gate=turn(given["finish"].gate))
-        outputs.append(paged_step(*map(turn, rows), impl="triton", **given))
+        outputs.append(run([*map(turn, rows)], given, "triton"))
     assert torch.equal(*(o[1:] for o in outputs))
 
 
@@ -118,7 +128,7 @@ def test_gates_are_log_sigmoids_to_rounding_however_near_to_one() -> None:
     logits = torch.tensor([-80.0, -6.0, -0.1, 0.0, 0.1, 3.0, 9.0, 16.0], device=DEVICE)
     rows, given = drawn(Step(Case(lengths=(1,), H=8, G=8, K=8, V=8), logits="bias"), torch.float32)
     given["gate"] = Forget(logits.view(1, 1, 8), None)
-    paged_step(*rows, impl="triton", **given)
+    run(rows, given, "triton")
     want = torch.nn.functional.logsigmoid(logits.double())
     torch.testing.assert_close(given["total"][0], want, rtol=4e-6, atol=0)  # exp(-x) in float32 loses x roundings
 
@@ -139,7 +149,7 @@ def test_a_step_is_its_definition_bf16(step: Step) -> None:
     ("change", "message"),
     [
         ({"past": torch.zeros(3)}, r"past: expected torch.int64 \(1,\), got torch.float32 \(3,\)"),
-        ({"gate": None}, "decay: expected None without a gate"),
+        ({"gate": None}, "gates: expected None without a gate, got GateState"),
         ({"norm": Norm(torch.ones(4), torch.ones(8), 0.0)}, r"norm.q: expected a floating dtype \(8,\)"),
         ({"finish": Finish(torch.ones(3, 8))}, r"finish.scale: expected a floating dtype \(2, 8\)"),
         ({"logit_bound": torch.ones(2)}, "logit_bound: expected None without prune"),
@@ -149,4 +159,4 @@ def test_a_step_is_its_definition_bf16(step: Step) -> None:
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     rows, given = drawn(Step(Case(lengths=(3,), H=2, G=1, K=8, V=8)), torch.float32)
     with pytest.raises(ValueError, match=message):
-        paged_step(*rows, **given | change)
+        run(rows, given | change)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.jit_constants import TL_CLOSED
 from attnzoo.kernels.common.launching import power_of_2
+from attnzoo.kernels.decode.operands import PageWrite
 
 
 @triton.jit
@@ -108,21 +109,17 @@ def paged_append_kernel(
         tl.store(p_since + o_bh, b_since, mask=m_h)
 
 
-def append(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
-    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Launch the kernel; what ``api.paged_append`` takes, checked. Returns seen [B, H, T], empty without gates."""
-    (B, T, G, K), V, gates = k.shape, v.shape[3], log_decay is not None
-    R = decay.shape[2] if decay is not None else 1
-    seen = length.new_empty((B, G * R, T) if gates else (0,))
-    given = [k_norm if x is None else x for x in (decay, page_sum, total, since, n_log, closed)]
+def append(x: PageWrite) -> Tensor | None:
+    """Launch the kernel on checked inputs; the first key that each new row may see, None without gates."""
+    (keys, values, k_norm), (table, _, length), gates = x.state
+    k, v, log_decay, count = x.k, x.v, x.log_decay, x.count
+    (B, T, G, K), V, R = k.shape, v.shape[3], 1 if gates is None else gates.decay.shape[2]
+    visible = None if gates is None else length.new_empty((B, G * R, T))
     paged_append_kernel[(B,)](
         k, v, k if log_decay is None else log_decay, length if count is None else count, keys, values, table, length,
-        k_norm, *given, seen, T, table.shape[2], *k.stride()[:3], *v.stride()[:3],
-        *((0, 0, 0) if log_decay is None else log_decay.stride()), G=G, R=R, K=K, V=V, BG=power_of_2(G),
-        BH=power_of_2(G * R), BK=power_of_2(K), BV=power_of_2(V), PAGE=keys.shape[1], HAS_GATE=gates,
-        HAS_COUNT=count is not None, num_warps=4,
+        k_norm, *(gates or (k_norm,) * 6), length if visible is None else visible, T, table.shape[2], *k.stride()[:3],
+        *v.stride()[:3], *((0, 0, 0) if log_decay is None else log_decay.stride()), G=G, R=R, K=K, V=V,
+        BG=power_of_2(G), BH=power_of_2(G * R), BK=power_of_2(K), BV=power_of_2(V), PAGE=keys.shape[1],
+        HAS_GATE=gates is not None, HAS_COUNT=count is not None, num_warps=4,
     )  # fmt: skip
-    return seen
+    return visible

@@ -23,6 +23,7 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.decode.operands import PagedInference
 from attnzoo.kernels.decode.plan import Plan
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
 from attnzoo.kernels.decode.portable.path_pages import NOT_WALKED, carried_scores, new_tokens, open_start
@@ -163,22 +164,21 @@ def paged_combine_kernel(
 
 
 def paged_forward(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
-    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
-    k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
-    plan: Plan, walked: dict[str, Any] | None = None, shares: Shares | None = None, finish: Finish | None = None,
+    x: PagedInference, plan: Plan, walked: dict[str, Any] | None = None, shares: Shares | None = None,
+    finish: Finish | None = None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernels; what ``api.paged_attention`` takes, checked. window, log_eps: 0 for none.
+    """Launch the kernels on checked inputs.
 
     Args:
-        walked: of PaTH, what ``carried.walk_and_carry`` gives.
+        walked: of PaTH, what ``path_pages.walk_and_carry`` gives.
         shares: of the pages that are alive, where they have been dealt out.
         finish: what the output goes through.
     """
+    q, ((k, v, _), (table, first, length), gates), first_visible, log_decay, sink, options = x
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
     BG, R, n, BV = B * G, H // G, plan.programs, head_block(V)
-    window = min(window, FAR) if window else FAR
+    window = min(options.window, FAR) if options.window else FAR
     if shares is None:
         shares = Shares.empty(first, plan.extra)
         shares.deal(length, T, window, k.shape[1])
@@ -186,17 +186,17 @@ def paged_forward(
     lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
     part, o = lses.new_empty((n + BG, R * T, V)), v.new_empty((B, T, H, V))
     pages: dict[str, Any] = {
-        "p_q": q, "p_k": k, "p_table": table, "p_length": length, "p_decay": lses if decay is None else decay,
-        "p_sum": lses if page_sum is None else page_sum, "p_g": lses if log_decay is None else log_decay,
-        "p_since": begin if since is None else since, "T": T, "N": N, "window": window, "scale2": scale * LOG2E,
-        "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2), "G": G, "R": R, "K": K,
-        "BK": head_block(K), "BT": plan.BT, "BS": plan.BS, "PAGE": k.shape[1],
-        "GATE": GATE_FULL if decay is not None else gate_kind(log_decay), "HAS_SINCE": since is not None,
+        "p_q": q, "p_k": k, "p_table": table, "p_length": length, "p_decay": lses if gates is None else gates.decay,
+        "p_sum": lses if gates is None else gates.page_sum, "p_g": lses if log_decay is None else log_decay,
+        "p_since": begin if first_visible is None else first_visible, "T": T, "N": N, "window": window,
+        "scale2": options.scale * LOG2E, "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2),
+        "G": G, "R": R, "K": K, "BK": head_block(K), "BT": plan.BT, "BS": plan.BS, "PAGE": k.shape[1],
+        "GATE": gate_kind(log_decay) if gates is None else GATE_FULL, "HAS_SINCE": first_visible is not None,
         "PREC": dot_precision(q.dtype) if walked is None else "tf32x3",
     }  # fmt: skip
     walked = walked or {"p_walk": begin, "p_own": begin, "p_base": begin, "p_count": begin, "M": 0, **NOT_WALKED}
-    if k_norm is not None:
-        drop_pages(pages, walked, shares, k_norm, n_log, logit_bound, log_eps)
+    if options.bound:
+        drop_pages(pages, walked, shares, x)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
         p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
         num_stages=plan.num_stages, EXTRA=plan.extra, BN=shares.heads, **pages, **walked,

@@ -22,53 +22,39 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.decode.path_state import PathGroups, PathTokens
 from attnzoo.kernels.decode.portable.rows import page_scores, row_queries
+from attnzoo.kernels.decode.state import PagedState
 
 NOT_WALKED = {"GROUP": 0, "IN_PLACE": True, "HAS_COUNT": False}  # rows that meet keys as they are
 
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """The new tokens of a step and the pages' products; see ``decode/path_pages.py``.
+    """The new tokens of a step, the pages, and the pages' products; see ``decode/path_pages.py``."""
 
-    Args:
-        k: [B, T, G, K].
-        w: [B, T, G, n, K], of n factors per token.
-        beta: [B, T, G, n].
-        keys: [P, PAGE, K].
-        factor: of whole groups, [B, G, M, K, K]; [P, K, K] where each page is a group, with that of the last one.
-        open: keys [B, G, S, K] and product [B, G, K, K] of the group that is not whole, and how many groups [B] have
-            no product, being carried to the same token; None where each page is a group, which has its keys in place.
-        near: the last keys as they came, their w and their beta, noted where each page is a group.
-        count: [B] or None.
-    """
-
-    k: Tensor
-    w: Tensor
-    beta: Tensor
-    keys: Tensor
-    factor: Tensor
-    open: tuple[Tensor, Tensor, Tensor] | None
-    near: tuple[Tensor, Tensor, Tensor] | None
-    count: Tensor | None
+    tokens: PathTokens
+    state: PagedState
+    groups: PathGroups
 
     @property
     def group(self) -> int:
         """Pages of a group."""
-        return 1 if self.open is None else self.open[0].shape[2] // self.keys.shape[1]
+        opened = self.groups.open
+        return 1 if opened is None else opened.keys.shape[2] // self.state.pages.keys.shape[1]
 
     def arguments(self) -> dict[str, Any]:
-        """Of the kernel that reads the new tokens."""
-        k, w, beta, count = self.k, self.w, self.beta, self.count
+        """Arguments of the kernel that reads the new tokens."""
+        (k, w, beta, _, count), (factor, opened, near), keys = self.tokens, self.groups, self.state.pages.keys
         named = {"kb": k, "kt": k, "kh": k, "wb": w, "wt": w, "wh": w, "wf": w, "eb": beta, "et": beta, "eh": beta}
         strides = {f"stride_{name}": x.stride("bthf".index(name[1])) for name, x in (named | {"ef": beta}).items()}
-        tail, product, base = self.open or (self.keys, self.factor, self.keys)
-        near = self.near or (self.keys, self.keys, self.keys)
+        tail, product, base = opened or (keys, factor, keys)
+        near_k, near_w, near_beta = near or (keys, keys, keys)
         return {
-            "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count, "p_keys": self.keys,
-            "p_factor": self.factor, "p_tail": tail, "p_product": product, "p_base": base, "p_near_k": near[0],
-            "p_near_w": near[1], "p_near_beta": near[2], "HAS_COUNT": count is not None, "FACTORS": w.shape[3],
-            "GROUP": self.group, "IN_PLACE": self.open is None, **strides,
+            "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count, "p_keys": keys,
+            "p_factor": factor, "p_tail": tail, "p_product": product, "p_base": base, "p_near_k": near_k,
+            "p_near_w": near_w, "p_near_beta": near_beta, "HAS_COUNT": count is not None, "FACTORS": w.shape[3],
+            "GROUP": self.group, "IN_PLACE": opened is None, **strides,
         }  # fmt: skip
 
 
@@ -294,16 +280,12 @@ def paged_carry_kernel(
                 tl.store(p_f + o_f, b_f, mask=m_f & (n_new > 0))
 
 
-def walk_and_carry(
-    carried: Carried, q: Tensor | None, table: Tensor, first: Tensor, length: Tensor, k_norm: Tensor, window: int,
-    BT: int, carry: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+def walk_and_carry(carried: Carried, q: Tensor | None, window: int, BT: int, carry: bool = True) -> dict[str, Any]:
     """Launch the kernel, after the new tokens have been added to all else that the pool keeps.
 
     Args:
         carried: the new tokens, and what is carried.
         q: [B, T, H, K]; None: nothing is walked.
-        table, first, length, k_norm: as in ``path_pages.py`` above.
         window: that of the rows.
         BT: rows at a time, where there is more than one.
         carry: whether keys are carried.
@@ -311,10 +293,12 @@ def walk_and_carry(
     Returns:
         Queries by group and scores of the last group's keys, as arguments of kernels over pages.
     """
-    (B, G, N), T, (PAGE, K), group = table.shape, carried.k.shape[1], carried.keys.shape[1:], carried.group
+    (keys, _, k_norm), (table, first, length), _ = carried.state
+    k, group = carried.tokens.k, carried.group
+    (B, G, N), T, (PAGE, K) = table.shape, k.shape[1], keys.shape[1:]
     M, rows = cdiv(N, group), 0 if q is None else q.shape[2] // G * T
     walked = torch.empty((B * G, M, rows, K), dtype=torch.float32, device=table.device)
-    own, given, BK = walked.new_empty((B * G, rows, group * PAGE + T)), carried.k if q is None else q, head_block(K)
+    own, given, BK = walked.new_empty((B * G, rows, group * PAGE + T)), k if q is None else q, head_block(K)
     arguments = carried.arguments()
     paged_carry_kernel[(B * G, group + 1)](
         p_q=given, p_table=table, p_first=first, p_length=length, p_norm=k_norm, p_walk=walked, p_own=own, T=T, N=N,

@@ -12,11 +12,11 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
+from attnzoo.kernels.decode.operands import PagedInference
 from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
 from attnzoo.kernels.decode.portable.path_pages import carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
@@ -107,14 +107,12 @@ def paged_prune_kernel(
                    HEADS, False)  # fmt: skip
 
 
-def drop_pages(
-    pages: dict[str, Any], walked: dict[str, Any], shares: Shares, k_norm: Tensor, n_log: Tensor | None,
-    logit_bound: Tensor | None, log_eps: float,
-) -> None:  # fmt: skip
+def drop_pages(pages: dict[str, Any], walked: dict[str, Any], shares: Shares, x: PagedInference) -> None:
     """``shares`` without the first pages that go; the arguments of kernels over pages go before."""
+    k_norm, gates, bound = x.state.pages.k_norm, x.state.gates, x.options.logit_bound
     paged_prune_kernel[(shares.first.numel(),)](
-        p_first=shares.first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
-        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=shares.begin, p_ends=shares.ends,
-        p_turn=shares.turn, log2_eps=log_eps * LOG2E - SLACK, BN=128, HAS_BOUND=logit_bound is not None,
-        EXTRA=shares.extra, HEADS=shares.heads, num_warps=4, num_stages=1, **pages, **walked,
+        p_first=shares.first, p_norm=k_norm, p_tails=k_norm if gates is None else gates.n_log,
+        p_bound=k_norm if bound is None else bound, p_begin=shares.begin, p_ends=shares.ends, p_turn=shares.turn,
+        log2_eps=x.options.log_eps * LOG2E - SLACK, BN=128, HAS_BOUND=bound is not None, EXTRA=shares.extra,
+        HEADS=shares.heads, num_warps=4, num_stages=1, **pages, **walked,
     )  # fmt: skip

@@ -6,18 +6,16 @@ writes what ``append.py`` writes. Beyond them one program deals out the pages th
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.activations import log_sigmoid
 from attnzoo.kernels.common.launching import power_of_2
-from attnzoo.kernels.common.parts import Norm
-from attnzoo.kernels.decode.parts import Forget, Shift
+from attnzoo.kernels.decode.parts import Forget, TokenParts
 from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
 from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
+from attnzoo.kernels.decode.state import PagedState
 
 
 @triton.jit
@@ -113,37 +111,41 @@ def paged_tokens_kernel(
 
 
 def write_tokens(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | Forget | None, shift: Shift | None, norm: Norm | None,
-    past: Tensor, count: Tensor, pool: dict[str, Any], shares: Shares, window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel; what ``step.paged_step`` takes, checked.
+    tokens: tuple[Tensor, Tensor, Tensor], state: PagedState, past: Tensor, count: Tensor, parts: TokenParts,
+    shares: Shares, window: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Launch the kernel on what ``step.paged_step`` takes, checked.
 
     Args:
-        pool: what it calls by these names, under those of the kernel.
+        tokens: q, k and v.
         shares: to be filled for a step that reads all pages from the window on.
 
     Returns:
-        Queries [B, T, H, K] in the dtype of the pool, and seen [B, H, T], empty without gates.
+        Queries [B, T, H, K] in the dtype of the pool, and the first key that each row may see, [B, H, T], or None
+        without gates.
     """
-    (B, T, H, K), (G, V), keys = q.shape, v.shape[2:], pool["p_keys"]
+    (q, k, v), ((keys, values, k_norm), (table, _, length), gates), gate = tokens, state, parts.gate
+    (B, T, H, K), (G, V) = q.shape, v.shape[2:]
     made = gate if isinstance(gate, Forget) else Forget(k if gate is None else gate, None)
-    rows, seen = keys.new_empty((B, T, H, K)), pool["p_length"].new_empty((B, H, T) if gate is not None else (0,))
-    k_mix, v_mix, k_before, v_before = shift or (k, v, k, v)
-    q_scale, k_scale, eps = norm or (k, k, 0.0)
+    rows, visible = keys.new_empty((B, T, H, K)), None if gates is None else length.new_empty((B, H, T))
+    decay, page_sum, total, since, n_log, closed = gates or (k_norm,) * 6
+    k_mix, v_mix, k_before, v_before = parts.shift or (k, v, k, v)
+    q_scale, k_scale, eps = parts.norm or (k, k, 0.0)
     BH, BK = power_of_2(H // G), power_of_2(K)
     paged_tokens_kernel[(B * G + 1,)](
-        p_q=q, p_k=k, p_v=v, p_g=made.logits, p_count=count, p_past=past, p_seen=seen, p_rows=rows, p_q_scale=q_scale,
-        p_k_scale=k_scale, p_k_mix=k_mix, p_v_mix=v_mix, p_k_before=k_before, p_v_before=v_before,
-        p_bias=k if made.bias is None else made.bias, p_first=shares.first, p_begin=shares.begin,
-        p_ends=shares.ends, p_turn=shares.turn, T=T, N=pool["p_table"].shape[2], BG=B * G, window=window, eps=eps,
-        factor=made.factor, **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", made.logits),
-        **_strides("a", k_mix), **_strides("c", v_mix), G=G, R=H // G, K=K, V=V, BH=BH, BK=BK, BV=power_of_2(V),
-        PAGE=keys.shape[1],
-        HAS_GATE=gate is not None, LOGITS=isinstance(gate, Forget), HAS_BIAS=made.bias is not None,
-        HAS_NORM=norm is not None, SHARED=q_scale.ndim == 1, HAS_SHIFT=shift is not None, MOVES=T == 1,
-        EXTRA=shares.extra, BN=shares.heads, num_warps=1 if BH * BK <= 512 else 4, **pool,
+        p_q=q, p_k=k, p_v=v, p_g=made.logits, p_count=count, p_past=past, p_seen=length if visible is None else visible,
+        p_rows=rows, p_q_scale=q_scale, p_k_scale=k_scale, p_k_mix=k_mix, p_v_mix=v_mix, p_k_before=k_before,
+        p_v_before=v_before, p_bias=k if made.bias is None else made.bias, p_first=shares.first, p_begin=shares.begin,
+        p_ends=shares.ends, p_turn=shares.turn, p_keys=keys, p_values=values, p_table=table, p_length=length,
+        p_norm=k_norm, p_decay=decay, p_sum=page_sum, p_total=total, p_since=since, p_tails=n_log, p_closed=closed, T=T,
+        N=table.shape[2], BG=B * G, window=window, eps=eps, factor=made.factor, **_strides("q", q), **_strides("k", k),
+        **_strides("v", v), **_strides("g", made.logits), **_strides("a", k_mix), **_strides("c", v_mix), G=G, R=H // G,
+        K=K, V=V, BH=BH, BK=BK, BV=power_of_2(V), PAGE=keys.shape[1], HAS_GATE=gate is not None,
+        LOGITS=isinstance(gate, Forget), HAS_BIAS=made.bias is not None, HAS_NORM=parts.norm is not None,
+        SHARED=q_scale.ndim == 1, HAS_SHIFT=parts.shift is not None, MOVES=T == 1, EXTRA=shares.extra, BN=shares.heads,
+        num_warps=1 if BH * BK <= 512 else 4,
     )  # fmt: skip
-    return rows, seen
+    return rows, visible
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

@@ -18,6 +18,7 @@ from attnzoo.forms.caches.state import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import least_logit
+from attnzoo.kernels.common.options import AttentionOptions
 
 ROWS = 128  # at a time
 
@@ -113,6 +114,13 @@ def step_pages(
     return o, PagedCache.of(pool, state.evict, **seen)
 
 
+def step_options(given: SoftmaxOptions) -> AttentionOptions:
+    """Options of the kernels over pages, whose bound of pruning is ``"tail"``: that of the paper never lets more go."""
+    prune = None if given.prune is None else Prune(given.prune.eps)
+    bound = None if prune is None else given.logit_bound
+    return AttentionOptions(given.scale, prune, given.window, given.sink, None, bound)
+
+
 def append_and_attend(
     pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, given: SoftmaxOptions,
     impl: Literal["triton", "reference"], count: Tensor | None = None,
@@ -133,19 +141,10 @@ def append_and_attend(
     k, x = (x.to(pool.k.dtype) for x in (k, v))
     if log_decay is not None and pool.decay is not None:
         log_decay = log_decay.to(pool.decay.dtype)
-    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
-    since = paged_append(
-        k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, count=count,
-        impl=impl, **sums,
-    )  # fmt: skip
-    if given.prune is not None:
-        prune = Prune(given.prune.eps)
-        sums |= {"prune": prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound}
-    o = paged_attention(
-        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-        window=given.window, sink=given.sink, impl=impl, **sums,
-    )  # fmt: skip
+    state = pool.state()
+    visible = paged_append(k, x, state, log_decay=log_decay, count=count, impl=impl)
+    options = step_options(given)
+    o = paged_attention(q.to(pool.k.dtype), state, first_visible=visible, options=options, impl=impl)
     return o.to(v.dtype)
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Prune, QueryBounds
+from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import Extend, Memory, Rows
-from attnzoo.forms.caches.pages.attention import append_and_attend
+from attnzoo.forms.caches.pages.attention import append_and_attend, step_options
 from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 from attnzoo.forms.caches.state import KVCache
@@ -103,16 +103,12 @@ class PagedMemory(Memory):
             parts: ``gate``, ``shift``, ``norm`` and ``finish`` of :func:`attnzoo.kernels.decode.paged_step`.
             options: as those of a :class:`~attnzoo.forms.protocol.Call`.
         """
-        from attnzoo.kernels.decode import paged_step
+        from attnzoo.kernels.decode import TokenParts, paged_step
 
-        pool, given, batch = self.pool, self._options(options), self.rows
-        prune = None if given.prune is None else Prune(given.prune.eps)
+        pool, batch = self.pool, self.rows
         return paged_step(
-            *rows, past=batch.length, count=batch.count(), keys=pool.k, values=pool.v, table=pool.table,
-            first=pool.first, length=pool.length, k_norm=pool.k_norm, decay=pool.decay, page_sum=pool.page_sum,
-            total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, scale=given.scale,
-            window=given.window, sink=given.sink, prune=prune, logit_bound=None if prune is None else given.logit_bound,
-            impl="triton" if pool.k.is_cuda else "reference", **parts,
+            *rows, pool.state(), past=batch.length, count=batch.count(), parts=TokenParts(**parts),
+            options=step_options(self._options(options)), impl="triton" if pool.k.is_cuda else "reference",
         )  # fmt: skip
 
     def _options(self, options: Mapping[str, Any]) -> SoftmaxOptions:

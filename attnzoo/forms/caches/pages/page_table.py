@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.kernels.decode.state import GateState, KeyPages, PagedState, PageTable
 
 PAGE = 64  # tokens of a page
 PAGED = ("k", "v", "decay", "factor")  # what has a row per page
@@ -75,6 +76,14 @@ class Pages:
     before: int = -1
     marks: int = 0
     looked: int = 0
+
+    def state(self) -> PagedState:
+        """The same tensors as the kernels over pages take them."""
+        gates = None
+        if self.decay is not None:
+            gates = GateState(self.decay, self.page_sum, self.total, self.since, self.n_log, self.closed)  # type: ignore[arg-type]
+        table = PageTable(self.table, self.first, self.length)
+        return PagedState(KeyPages(self.k, self.v, self.k_norm), table, gates)
 
     @classmethod
     def empty(

@@ -11,8 +11,9 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.forms.caches.pages.page_table import CHUNK
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, longest
-from attnzoo.forms.caches.path_pages.pool import CarriedPool, step_pool
+from attnzoo.forms.caches.path_pages.pool import CarriedPool, path_tokens, step_pool
 from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups, PathTokens
 
 GROUP = 8  # pages
 
@@ -85,8 +86,8 @@ class GroupedPool(KeyPool):
         Args:
             carry: False where :meth:`carry` follows.
         """
-        keys = k.to(self.k.dtype)
-        return step_pool(self, q, keys, v, gate, given, count, factor=self.factors, open=self._open, carry=carry)
+        tokens = path_tokens(k.to(self.k.dtype), gate, count)
+        return step_pool(self, q, v, tokens, self._groups, given, carry)
 
     def carry(self, k: Tensor, gate: Gate, kept: Tensor) -> None:
         """Carry keys over the first ``kept[b]`` tokens of a step that did not; the lengths count them."""
@@ -99,10 +100,8 @@ class GroupedPool(KeyPool):
             return x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
 
         w, beta = last(cast(Tensor, gate.w)), last(cast(Tensor, gate.beta))
-        paged_path_carry(
-            last(k.to(self.k.dtype)), w, beta, keys=self.k, factor=self.factors, open=self._open, table=self.table,
-            first=self.first, length=self.length, k_norm=self.k_norm, count=kept.int(),
-        )  # fmt: skip
+        tokens = PathTokens(last(k.to(self.k.dtype)), w, beta, count=kept.int())
+        paged_path_carry(tokens, self.state(), self._groups)
 
     @torch.no_grad()
     def crop_sums(self, length: Tensor) -> None:
@@ -112,8 +111,8 @@ class GroupedPool(KeyPool):
         self.k_norm.copy_(torch.where(self.k_norm > 0, norms.maximum(self.k_norm), 0.0))
 
     @property
-    def _open(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.open_keys, self.open_factor, self.base
+    def _groups(self) -> PathGroups:
+        return PathGroups(self.factors, OpenGroup(self.open_keys, self.open_factor, self.base))
 
     @torch.no_grad()
     def adopt(self, row: int, other: Any, tokens: int, twin: int | None = None) -> None:

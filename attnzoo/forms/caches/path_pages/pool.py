@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
+from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import Pages
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, LastRows, in_front, longest
@@ -30,6 +30,7 @@ from attnzoo.forms.caches.state import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.readout import least_logit
 from attnzoo.kernels.common.untraced import untraced
+from attnzoo.kernels.decode.path_state import NearKeys, PathGroups, PathTokens
 
 ROWS = 128  # at a time
 NEAR = ("near_k", "near_w", "near_beta")
@@ -130,8 +131,8 @@ class CarriedPool(KeyPool):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None
     ) -> Tensor:
         """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere."""
-        near = self.near_k, self.near_w, self.near_beta
-        return step_pool(self, q, k, v, gate, given, count, factor=self.factor, near=near)
+        groups = PathGroups(self.factor, near=NearKeys(self.near_k, self.near_w, self.near_beta))
+        return step_pool(self, q, v, path_tokens(k, gate, count), groups, given)
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
@@ -233,21 +234,20 @@ def extend_carried(
 
 
 def step_pool(
-    pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None,
-    **carried: Any,
+    pool: KeyPool, q: Tensor, v: Tensor, tokens: PathTokens, groups: PathGroups, given: SoftmaxOptions,
+    carry: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Add few tokens to ``pool`` and attend, in kernels; ``carried``: what ``paged_path_step`` takes besides."""
+    """Add few tokens to ``pool`` and attend, in kernels: ``paged_path_step``, with values in the dtype of the pool."""
     from attnzoo.kernels.decode import paged_path_step
 
-    names = ("table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
-    g = None if gate.log_decay is None else gate.log_decay.float()
-    prune = None if given.prune is None else Prune(given.prune.eps)  # the bound of the paper never lets more go
-    return paged_path_step(
-        q, k, v.to(pool.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=pool.k, values=pool.v,
-        log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink, prune=prune,
-        logit_bound=None if prune is None else given.logit_bound, **carried,
-        **{name: getattr(pool, name) for name in names},
-    ).to(v.dtype)  # fmt: skip
+    x = v.to(pool.v.dtype)
+    return paged_path_step(q, x, tokens, pool.state(), groups, options=step_options(given), carry=carry).to(v.dtype)
+
+
+def path_tokens(k: Tensor, gate: Gate, count: Tensor | None) -> PathTokens:
+    """New tokens with gates per token, of which each sequence gets ``count [B]``, or all."""
+    log_decay = None if gate.log_decay is None else gate.log_decay.float()
+    return PathTokens(k, cast(Tensor, gate.w), cast(Tensor, gate.beta), log_decay, count)
 
 
 @untraced  # its kernels write to the pool where it stands

@@ -1,0 +1,64 @@
+"""New tokens of PaTH, and the products of the groups of pages whose keys they carry, under one name each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PathTokens(NamedTuple):
+    """New tokens of a step, besides their queries and values.
+
+    Args:
+        k: [B, T, G, K], w: [B, T, G, K] of length 1 or less, beta: [B, T, G] in [0, 2]. With n factors per token, whose
+            product in that order is R_t, w is [B, T, G, n, K] and beta [B, T, G, n].
+        log_decay: [B, T, H] float32, <= 0, where the state has gates.
+        count: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
+    """
+
+    k: Tensor
+    w: Tensor
+    beta: Tensor
+    log_decay: Tensor | None = None
+    count: Tensor | None = None
+
+
+class OpenGroup(NamedTuple):
+    """The group of several pages that is not whole, float32.
+
+    Args:
+        keys: [B, G, S, K], S a multiple of PAGE, as the last token left them.
+        factor: [B, G, K, K], transposed product of the group's factors.
+        base: [B] int32, how many of the first groups have no product, as their keys stand as the last token of all of
+            them left them.
+    """
+
+    keys: Tensor
+    factor: Tensor
+    base: Tensor
+
+
+class NearKeys(NamedTuple):
+    """The last tokens as they came, float32, that of token t at t % (2 PAGE), where each page is a group.
+
+    Args:
+        k: [B, G, 2 PAGE, K]; w: the same; beta: [B, G, 2 PAGE]; with an axis of n factors where w has one.
+    """
+
+    k: Tensor
+    w: Tensor
+    beta: Tensor
+
+
+class PathGroups(NamedTuple):
+    """What carries the keys of groups of pages: ``open`` where these are several, ``near`` where each page is a group.
+
+    Args:
+        factor: transposed products of whole groups, float32: [B, G, M, K, K], M groups hold the table's N pages; where
+            each page is a group, [P, K, K].
+    """
+
+    factor: Tensor
+    open: OpenGroup | None = None
+    near: NearKeys | None = None
