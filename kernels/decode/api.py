@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +96,8 @@ def paged_attention(
             return paged_reference(q, state, first_visible=first_visible, log_decay=log_decay, options=options)
     q = q if q.stride(3) == 1 else q.contiguous()
     given = PagedInference(q, state, first_visible, log_decay, sink, options.of_op(K))
-    return _op().paged_infer_op.without_gradient(given, q).o
+    o: Tensor = _op().paged_infer_op.without_gradient(given, q).o
+    return o
 
 
 @torch.no_grad()
@@ -143,7 +144,8 @@ def paged_append(
     if pick_implementation("decode_append", impl, triton_unavailable(k, v)) == "reference":
         return append_reference(k, v, log_decay, count, state)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    return _op().paged_write_op.without_gradient(PageWrite(k, v, log_decay, count, state), k).first_visible
+    visible: Tensor | None = _op().paged_write_op.without_gradient(PageWrite(k, v, log_decay, count, state), k)[0]
+    return visible
 
 
 def paged_workspace(
@@ -267,7 +269,7 @@ def of_gates(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
-def _op() -> ModuleType:
+def _op() -> Any:
     """The module that needs Triton."""
     from . import op
 

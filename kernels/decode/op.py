@@ -74,7 +74,7 @@ def path_step(q: Tensor, v: Tensor, carried: Carried, sink: Tensor | None, optio
     state, tokens = carried.state, carried.tokens
     chosen = _plan(q, state, carried.group)
     with on_device_of(q):
-        visible = append(PageWrite(tokens.k, v, tokens.log_decay, tokens.count, state))
+        visible = append(PageWrite(tokens.k, v, tokens.log_decay, tokens.counts, state))
         walked = walk_and_carry(carried, q, options.window or FAR, chosen.BT, carry)
         return paged_forward(PagedInference(q, state, visible, None, sink, options), chosen, walked)
 

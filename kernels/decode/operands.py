@@ -30,12 +30,12 @@ class PagedOutput(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """Inputs of an append, as ``paged_append`` takes them."""
+    """Inputs of an append, as ``paged_append`` takes them; ``counts`` is its count."""
 
     k: Tensor
     v: Tensor
     log_decay: Some
-    count: Some
+    counts: Some
     state: PagedState
 
 

@@ -56,7 +56,7 @@ def paged_path_step(
         carry: False leaves the last group as it is, for ``paged_path_carry``; for groups of several pages.
 
     Returns:
-        [B, T, H, V] in v's dtype; rows of tokens that a sequence does not get (``count``) mean nothing.
+        [B, T, H, V] in v's dtype; rows of tokens that a sequence does not get (``counts``) mean nothing.
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong, or the kernels cannot serve the call.
@@ -84,7 +84,7 @@ def paged_path_step(
     check_values(
         q, w=tokens.w, beta=tokens.beta, log_decay=log_decay, sink=options.sink, logit_bound=options.logit_bound
     )
-    check_table(table, PAGE, length, tokens.count, T)
+    check_table(table, PAGE, length, tokens.counts, T)
     why = path_unavailable(keys, values) or refuse_gradients(q, v, *tokens[:4], options.sink)
     if why:
         raise ValueError(f"paged_path_step: {why}")
@@ -98,7 +98,7 @@ def paged_path_step(
 
 @torch.no_grad()
 def paged_path_carry(tokens: PathTokens, state: PagedState, groups: PathGroups) -> None:
-    """Carry the groups that are not whole over new tokens, the last ``count[b]`` of T, that a step has not.
+    """Carry the groups that are not whole over new tokens, the last ``counts[b]`` of T, that a step has not.
 
     Arguments as ``paged_path_step``; the lengths are those after these tokens. One launch, in place.
 

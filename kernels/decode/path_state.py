@@ -14,14 +14,14 @@ class PathTokens(NamedTuple):
         k: [B, T, G, K], w: [B, T, G, K] of length 1 or less, beta: [B, T, G] in [0, 2]. With n factors per token, whose
             product in that order is R_t, w is [B, T, G, n, K] and beta [B, T, G, n].
         log_decay: [B, T, H] float32, <= 0, where the state has gates.
-        count: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
+        counts: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
     """
 
     k: Tensor
     w: Tensor
     beta: Tensor
     log_decay: Tensor | None = None
-    count: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class OpenGroup(NamedTuple):

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.kernels.common.launching import head_block
+
 BLOCK = 64  # tokens of a leaf
 UNIT = 128  # rows that share a first key where there is pruning; the child size of level 1
 
@@ -173,3 +175,12 @@ def tree_nodes(units: int, scale: int) -> int:
 def tree_scales(units: int) -> int:
     """Scales whose nodes carry anything: below those of the root's children, whose rows meet in the topmost level."""
     return max(1, (units - 1).bit_length() - 1)
+
+
+def tree_block(K: int) -> int:
+    """Width of the transition kernels' tiles for a head dim.
+
+    At least 64: ptxas 12.8 (in Triton 3.6 and 3.7) compiles products of narrower tiles on Hopper to wrong addresses
+    (docs/benchmarks/NOTES.md has the smallest kernel that shows it).
+    """
+    return max(64, head_block(K))

@@ -46,6 +46,15 @@ _SHORTENED = _TILES._replace(
 _FLOAT32_BLOCKS, _FLOAT32_MOST = {(3, 7): 160}, 176
 _SMALL, _FITS = 163, ((3, 6), (3, 7), (3, 9))
 _FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
+# Launchers by the name that a plan calls them, all with the same arguments.
+FORWARD = {
+    "portable": "attnzoo.kernels.levels.portable.forward:levels_forward",
+    "hopper": "attnzoo.kernels.levels.hopper.forward:levels_forward_hopper",
+}
+BACKWARD = {
+    "portable": "attnzoo.kernels.levels.portable.backward:levels_backward",
+    "hopper": "attnzoo.kernels.levels.hopper.backward:levels_backward_hopper",
+}
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 

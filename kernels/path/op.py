@@ -1,7 +1,7 @@
 """PaTH as two custom ops (forward, backward); ``operands.py`` declares what they take and return.
 
 Each op adds up the gates (``common/gate_sums.py``) and launches the kernels that ``levels/plan.py`` has chosen:
-``portable/forward.py`` and ``portable/backward.py`` say in which order.
+``passes.py`` says in which order.
 """
 
 from __future__ import annotations
@@ -12,52 +12,33 @@ from torch import Tensor
 from attnzoo.kernels.common.autograd import attention_gradients
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
-from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.named_op import NamedOp
-from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import (
     RowGates,
     fake_attended,
     fake_gradients,
-    first_visible_without_gate,
     row_lse,
     sink_gradient,
 )
+from attnzoo.kernels.levels.gates import summed
 from attnzoo.kernels.levels.layout import Wanted
 from attnzoo.kernels.levels.plan import Call, plan
 from attnzoo.kernels.path.kept_transitions import kept_bytes
 from attnzoo.kernels.path.operands import PathAttended, PathBackward, PathForward, PathGradients, PathOperands
-from attnzoo.kernels.path.portable.backward import path_backward
-from attnzoo.kernels.path.portable.forward import path_forward
-from attnzoo.kernels.path.portable.prune import path_starts
+from attnzoo.kernels.path.passes import path_backward, path_forward, path_starts
 
 Some = Tensor | None
 
 
-def summed(q: Tensor, log_decay: Some, options: OpOptions) -> tuple[RowGates, Some]:
-    """Gate sums and first visible keys, and the tails that pruning reads; without gates first visible keys alone."""
-    T = q.shape[1]
-    doc = segment_starts(options.cu_seqlens, T)
-    if log_decay is None:
-        return RowGates(None, None, first_visible_without_gate(doc, options.window, T, q.device)), None
-    c, base, first_visible, tails = gate_sums(log_decay, doc, options.window or T)
-    return RowGates(c, base, first_visible), tails
-
-
 def row_gates(given: PathOperands) -> RowGates:
     """Gate sums and first keys of a call, without attention."""
-    options = given.options
-    rows, tails = summed(given.q, given.log_decay, options)
-    c, base, first_visible, _ = rows
-    if not options.bound or c is None or base is None or first_visible is None or tails is None:
+    rows, tails = summed(given.q, given.log_decay, given.options)
+    if not given.options.bound or tails is None:
         return rows
-    start = path_starts(
-        given.q, given.k, given.w, given.beta, c, base, tails, first_visible, options.scale, bound=options.bound,
-        log_eps=options.log_eps, logit_bound=options.logit_bound,
-    )  # fmt: skip
-    return rows._replace(first_computed=start)
+    return rows._replace(first_computed=path_starts(given, rows, tails))
 
 
 def _plan(given: PathOperands, needs_gate_grad: bool, deterministic: bool, shortened: bool) -> Plan:
@@ -70,17 +51,13 @@ def _plan(given: PathOperands, needs_gate_grad: bool, deterministic: bool, short
 
 
 def _forward(x: PathForward) -> PathAttended:
-    q, k, v, w, beta, log_decay, sink, log_diag, options = given = x.given
+    q, k, v, w, _, log_decay, _, _, options = given = x.given
     chosen = _plan(given, x.needs_gate_grad, x.deterministic, options.window > 0 or bool(options.bound))
     with on_device_of(q):
         rows, tails = summed(q, log_decay, options)
         o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
         kept = q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if x.keep else None
-        o, lse, start = path_forward(
-            q, k, v, w, beta, rows.c, rows.base, tails, rows.first_visible, options.scale, chosen,
-            window=options.window, bound=options.bound, log_eps=options.log_eps, logit_bound=options.logit_bound,
-            sink=sink, o_rest=o_rest, log_diag=log_diag, made=kept,
-        )  # fmt: skip
+        o, lse, start = path_forward(given, rows, tails, chosen, o_rest, kept)
         natural = row_lse(lse, log_decay, rows, q.shape[1]) if x.return_lse else None
     return PathAttended(o, natural, lse, rows._replace(first_computed=start), o_rest, kept)
 
@@ -95,23 +72,21 @@ def _forward_fake(x: PathForward) -> PathAttended:
 
 
 def _backward(x: PathBackward) -> PathGradients:
-    (q, k, v, w, beta, log_decay, sink, log_diag, options), made, wanted = x.given, x.made, x.wanted
+    (q, _, _, _, _, log_decay, sink, _, options), made, wanted = x.given, x.made, x.wanted
     # without what rounding dropped, the gradient of log_decay takes the portable kernels
     deterministic = x.deterministic or (wanted.log_decay and made.o_rest is None)
     chosen = _plan(x.given, wanted.log_decay, deterministic, made.rows.first_computed is not None)
     dlse = None if x.dlse is None else x.dlse.float().transpose(1, 2).contiguous()
     with on_device_of(q):
-        *grads, columns, sums, dlog_diag = path_backward(
-            x.do, q, k, v, w, beta, made.o, made.lse, *made.rows, options.scale, chosen, wanted, o_rest=made.o_rest,
-            sink=sink, dlse=dlse, log_diag=log_diag, made=made.kept, unrounded=x.unrounded,
-        )  # fmt: skip
-        dgate = None
-        if log_decay is not None and columns is not None:
+        found = path_backward(x._replace(dlse=dlse), chosen)
+        dgate = dsink = None
+        if log_decay is not None and found.columns is not None:
             doc = segment_starts(options.cu_seqlens, q.shape[1])
-            dgate = gate_gradient(columns, sums, log_decay, doc, q.shape[1])
-    dsink = sink_gradient(sums, dlse, sink) if sink is not None and sums is not None and wanted.sink else None
-    found = (*grads, dgate, dsink, dlog_diag)
-    return PathGradients(*(grad if asked else None for grad, asked in zip(found, wanted, strict=True)))
+            dgate = gate_gradient(found.columns, found.sums, log_decay, doc, q.shape[1])
+    if sink is not None and found.sums is not None and wanted.sink:
+        dsink = sink_gradient(found.sums, dlse, sink)
+    grads = PathGradients(found.q, found.k, found.v, found.w, found.beta, dgate, dsink, found.log_diag)
+    return PathGradients(*(grad if asked else None for grad, asked in zip(grads, wanted, strict=True)))
 
 
 def _backward_fake(x: PathBackward) -> PathGradients:

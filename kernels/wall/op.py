@@ -1,7 +1,8 @@
 """Wall as two custom ops (forward, backward); ``operands.py`` declares what they take and return.
 
-Each op carries queries and keys (``portable/carry.py``) and launches PaTH's kernels on them, some heads at a time. A
-scalar decay beside the channels' is those kernels' own gate, and pruning theirs: every transition has norm at most 1.
+Each op carries queries and keys (``portable/carry.py``) and launches the kernels of ``levels/`` on them, some heads at
+a time. A scalar decay beside the channels' is those kernels' own gate, and pruning theirs: every transition has norm at
+most 1.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.named_op import NamedOp
-from attnzoo.kernels.common.plans import Plan, announce
+from attnzoo.kernels.common.plans import Plan, announce, launcher
 from attnzoo.kernels.common.rows import Attended, fake_attended, fake_gradients, row_lse, sink_gradient
+from attnzoo.kernels.levels.gates import summed
 from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
 from attnzoo.kernels.levels.layout import Wanted, clear_tails
-from attnzoo.kernels.path.op import summed
-from attnzoo.kernels.path.portable.backward import levels_backward
-from attnzoo.kernels.path.portable.forward import attend_levels
-from attnzoo.kernels.path.portable.prune import block_starts
+from attnzoo.kernels.levels.operands import LevelGradients, gates_of, rows_of
+from attnzoo.kernels.levels.plan import BACKWARD, FORWARD
+from attnzoo.kernels.levels.portable.prune import block_starts
 from attnzoo.kernels.wall.operands import WallBackward, WallForward, WallGradients, WallOperands, WallWanted
 
 from .plan import Call, plan
@@ -56,29 +57,24 @@ def _forward(x: WallForward) -> Attended:
     start = q.new_zeros((B, H, -(-T // ROW_UNIT)), dtype=torch.int32) if options.bound else None
     with on_device_of(q):
         rows, tails = summed(q, log_decay, options)
-        c, base, first_visible, _ = rows
+        rows = rows._replace(first_computed=start)
         o_rest = torch.empty_like(o) if chosen.keeps_rest else None
 
         def carry_and_attend(group: HeadGroup) -> None:
-            p_q, p_k = group.queries(q), group.keys(k)
-            p_c, p_base, p_first, p_start = (group.rows(y) for y in (c, base, first_visible, start))
+            p_q, p_k, p_start = group.queries(q), group.keys(k), group.rows(start)
             block, levels = carry(p_q, p_k, group.queries(log_diag))
-            if p_start is not None and p_c is not None and p_base is not None and p_first is not None:
+            if p_start is not None:
                 assert tails is not None
-                p_start.copy_(block_starts(
-                    p_q, _each(p_k, p_q.shape[2]), block, p_c, p_base, group.rows(tails), p_first, options.scale,
-                    options.bound, options.log_eps, group.heads(options.logit_bound),
-                ))  # fmt: skip
-            attend_levels(
-                block, levels, _each(group.keys(v), p_q.shape[2]), group.queries(o), lse[group.b, group.h], p_c, p_base,
-                p_first, p_start, options.scale, chosen, group.heads(sink),
-                None if o_rest is None else group.queries(o_rest),
-            )  # fmt: skip
+                p_options = options._replace(logit_bound=group.heads(options.logit_bound))
+                keys, gates = _each(p_k, p_q.shape[2]), gates_of(group, rows)
+                p_start.copy_(block_starts(p_q, keys, block, gates, group.rows(tails), p_options))
+            p_v, made = _each(group.keys(v), p_q.shape[2]), (o, lse, rows, o_rest)
+            launcher(FORWARD[chosen.forward])(rows_of(group, block, levels, p_v, made, sink, options.scale), chosen)
 
         for group in head_groups(q, k, backward=False):
             carry_and_attend(group)
         natural = row_lse(lse, log_decay, rows, T) if x.return_lse else None
-    return Attended(o, natural, lse, rows._replace(first_computed=start), o_rest)
+    return Attended(o, natural, lse, rows, o_rest)
 
 
 def _forward_fake(x: WallForward) -> Attended:
@@ -93,9 +89,9 @@ def _forward_fake(x: WallForward) -> Attended:
 
 def _backward(x: WallBackward) -> WallGradients:
     (q, k, v, log_diag, log_decay, sink, options), made, wanted = x.given, x.made, x.wanted
-    o, lse, rows, o_rest = made.o, made.lse, made.rows, made.o_rest
+    lse, rows = made.lse, made.rows
     # without what rounding dropped, the gradient of log_decay takes the portable kernels
-    deterministic = x.deterministic or (wanted.log_decay and o_rest is None)
+    deterministic = x.deterministic or (wanted.log_decay and made.o_rest is None)
     H, chosen = q.shape[2], _plan(x.given, wanted.log_decay, deterministic, rows.first_computed is not None)
     parts = Wanted(wanted.q, wanted.k, wanted.v, wanted.log_diag, False, wanted.log_decay, wanted.sink)
     carried = wanted.q or wanted.k or wanted.log_diag
@@ -114,16 +110,20 @@ def _backward(x: WallBackward) -> WallGradients:
             block, levels = carry(*p_x)
             if chosen.one_pass:
                 clear_tails(levels, q.shape[1])
-            p_c, p_base, p_first, p_start = (group.rows(y) for y in rows)
-            d_block, d_levels, _ = levels_backward(
-                block, levels, group.queries(x.do), p_v, group.queries(o), lse[group.b, group.h], p_c, p_base, p_first,
-                p_start, options.scale, chosen, parts, group.heads(sink), group.rows(dlse), group.rows(sums),
-                group.rows(columns), p_dv, None if o_rest is None else group.queries(o_rest), unrounded=True,
+            results = made.o, lse, rows, made.o_rest
+            d_block, d_levels, _ = launcher(BACKWARD[chosen.backward])(
+                rows_of(group, block, levels, p_v, results, sink, options.scale),
+                LevelGradients(
+                    group.queries(x.do), group.rows(dlse), p_dv, group.rows(sums), group.rows(columns), parts,
+                    unrounded=True,
+                ),
+                chosen,
             )  # fmt: skip
             if dv is not None:
                 group.keys(dv).copy_(p_dv.unflatten(2, (-1, H // v.shape[2])).sum(3))
             if dq is not None and dk is not None:
                 p_da = None if dlog_diag is None else group.queries(dlog_diag)
+                p_start = group.rows(rows.first_computed)
                 carry_backward(*p_x, block.m, d_block, d_levels, group.queries(dq), group.keys(dk), p_da, p_start)
 
         for group in head_groups(q, k, backward=True, one_pass=chosen.one_pass):

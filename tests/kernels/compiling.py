@@ -35,6 +35,7 @@ from attnzoo.kernels import decode, linear
 from attnzoo.kernels.common import device
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.levels.plan import too_small
@@ -131,8 +132,8 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     grouped = decode.PagedState(decode.KeyPages(values, values, norm), table, gate_state)
     windowed = AttentionOptions(window=100, sink=gates[0, 0])
     path_pages.paged_path_step(q, new, tokens, plain, single, options=windowed)
-    path_pages.paged_path_carry(tokens._replace(count=count), grouped, several)
-    tokens = tokens._replace(log_decay=gates, count=count)
+    path_pages.paged_path_carry(tokens._replace(counts=count), grouped, several)
+    tokens = tokens._replace(log_decay=gates, counts=count)
     return path_pages.paged_path_step(
         q, new, tokens, grouped, several, options=AttentionOptions(prune=Prune()), carry=T == 1
     )
@@ -312,7 +313,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, path_pages, fox, linear.api, path, path_cache, rotation, wall):
+    for api in (page_api, path_pages, fox, linear.api, path, path_cache, rotation, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -15,7 +15,8 @@ from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.levels import head_groups, plan
 from attnzoo.kernels.levels.layout import Carried, Leaves, Levels, levels_of
-from attnzoo.kernels.path.portable import backward, blocks_backward, carry, forward
+from attnzoo.kernels.path import passes
+from attnzoo.kernels.path.portable import blocks_backward, carry
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
 PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
@@ -66,8 +67,8 @@ def test_carries_are_gone_before_the_blocks_need_room(monkeypatch: pytest.Monkey
         given_back.append(True)
         return blocks_backward.block_level_backward(*given)
 
-    monkeypatch.setattr(backward, "carry_backward", carry_backward)
-    monkeypatch.setattr(backward, "block_level_backward", block_level_backward)
+    monkeypatch.setattr(passes, "carry_backward", carry_backward)
+    monkeypatch.setattr(passes, "block_level_backward", block_level_backward)
     triton(LONG, x)
     assert given_back
 
@@ -108,8 +109,7 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return spoiled
 
-    monkeypatch.setattr(forward, "carry", poison(forward.carry))
-    monkeypatch.setattr(backward, "carry", poison(backward.carry))
+    monkeypatch.setattr(passes, "carry", poison(passes.carry))
     with plan.override(TALL):
         poisoned = triton(PRUNED, x)
     for name, y in poisoned.items():

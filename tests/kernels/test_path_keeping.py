@@ -11,8 +11,7 @@ from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixtu
 from attnzoo import Forgetting, build_attention
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.levels import head_groups
-from attnzoo.kernels.path import kept_transitions, path_attention
-from attnzoo.kernels.path.portable import backward
+from attnzoo.kernels.path import kept_transitions, passes, path_attention
 
 CASES = {
     "one block": (Case(T=1, gate="none"), torch.float32),
@@ -53,7 +52,7 @@ def test_kept_carries_change_no_bit(case: Any, groups: str, monkeypatch: pytest.
         want_grads = torch.autograd.grad(want, leaves, do)
         o = path_attention(**x, **call.options, impl="triton", keep_carries=True)
         for name in ("block_level", "carry"):
-            monkeypatch.setattr(backward, name, None)
+            monkeypatch.setattr(passes, name, None)
         for again in (True, False):
             for g, expected in zip(torch.autograd.grad(o, leaves, do, retain_graph=again), want_grads, strict=True):
                 assert torch.equal(g, expected)
@@ -153,7 +152,7 @@ def test_layers_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         kept.zero_grad()
         want.square().sum().backward()
         with monkeypatch.context() as patch:
-            patch.setattr(backward, "block_level", None)
+            patch.setattr(passes, "block_level", None)
             o.square().sum().backward()
         for (n, p), q in zip(plain.named_parameters(), kept.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=n)

@@ -94,8 +94,8 @@ class Pass:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the one-pass backward with ``Pass`` in the place of its Gluon kernel."""
+    from attnzoo.kernels.levels.hopper import backward as one_pass
     from attnzoo.kernels.path import op
-    from attnzoo.kernels.path.hopper import backward as one_pass
     from attnzoo.kernels.wall import op as wall_op
 
     def merged(call: plan.Call, machine: Machine) -> Plan:

@@ -112,7 +112,7 @@ def paged_append_kernel(
 def append(x: PageWrite) -> Tensor | None:
     """Launch the kernel on checked inputs; the first key that each new row may see, None without gates."""
     (keys, values, k_norm), (table, _, length), gates = x.state
-    k, v, log_decay, count = x.k, x.v, x.log_decay, x.count
+    k, v, log_decay, count = x.k, x.v, x.log_decay, x.counts
     (B, T, G, K), V, R = k.shape, v.shape[3], 1 if gates is None else gates.decay.shape[2]
     visible = None if gates is None else length.new_empty((B, G * R, T))
     paged_append_kernel[(B,)](

@@ -8,7 +8,6 @@ that one has been read by the time there is room for the key tile.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
@@ -28,8 +27,10 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, head_block, row_strides
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import schedule
-from attnzoo.kernels.levels.layout import UNIT, Leaves, Levels
+from attnzoo.kernels.levels.layout import UNIT
+from attnzoo.kernels.levels.operands import LevelRows
 from attnzoo.kernels.levels.plan import HOPPER_FORWARD
 
 
@@ -193,24 +194,19 @@ def path_fwd_hopper_kernel(
     )  # fmt: skip
 
 
-def path_forward_hopper(
-    block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, sink: Tensor | None = None, o_rest: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fill o and lse as ``portable.forward.path_forward`` says, where the plan says so.
-
-    Args:
-        o_rest: like o, filled with what the rounding of o dropped.
-    """
+def levels_forward_hopper(x: LevelRows, plan: Plan) -> None:
+    """As ``portable.forward.levels_forward``, where the plan says so."""
+    block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, scale = x
     (B, T, H, K), (G, V) = block.q.shape, v.shape[2:]
     t = HOPPER_FORWARD[64 if max(K, V) <= 64 else 128]
     path_fwd_hopper_kernel[(cdiv(T, UNIT) * B * H,)](
         gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
         o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
-        lse if since is None else since, lse if start is None else start, lse if sink is None else sink, B, T,
-        levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3], *row_strides(since), H=H, REP=H // G,
-        V=V, BK=head_block(K), BV=head_block(V), BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
-        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_REST=o_rest is not None,
-        HAS_SINK=sink is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        lse if first_visible is None else first_visible, lse if first_computed is None else first_computed,
+        lse if sink is None else sink, B, T, levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3],
+        *row_strides(first_visible), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V), BT=UNIT, KU=KEY_UNIT,
+        GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=first_visible is not None,
+        HAS_START=first_computed is not None, HAS_REST=o_rest is not None, HAS_SINK=sink is not None,
+        STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip

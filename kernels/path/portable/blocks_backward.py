@@ -14,11 +14,11 @@ from torch import Tensor
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves
+from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
 from attnzoo.kernels.levels.plan import block_backward_at_once
 
 from .blocks import _identity, _zeros_as
-from .inverse import _mm, _mm_pair, _pieces, _power_of_two, launch, tree_block
+from .inverse import _mm, _mm_pair, _pieces, _power_of_two, launch
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 

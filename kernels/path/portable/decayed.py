@@ -29,9 +29,9 @@ from torch import Tensor
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.levels.layout import BLOCK, Leaves
+from attnzoo.kernels.levels.layout import BLOCK, Leaves, tree_block
 
-from .inverse import _mm, _pieces, _unit_lower_inverse, tree_block
+from .inverse import _mm, _pieces, _unit_lower_inverse
 from .tree import new_tree
 
 CALM = tl.constexpr(-12.0)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import triton_version
-from attnzoo.kernels.common.launching import cdiv, head_block
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.levels.layout import BLOCK, Kept
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
@@ -130,15 +130,6 @@ def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
     b_x = _merge(b_l, b_x, 16, C, DT)
     b_x = _merge(b_l, b_x, 32, C, DT)
     return b_x
-
-
-def tree_block(K: int) -> int:
-    """Width of the transition kernels' tiles for a head dim.
-
-    At least 64: ptxas 12.8 (in Triton 3.6 and 3.7) compiles products of narrower tiles on Hopper to wrong addresses
-    (docs/benchmarks/NOTES.md has the smallest kernel that shows it).
-    """
-    return max(64, head_block(K))
 
 
 def new_kept(q: Tensor, w: Tensor) -> Kept:

@@ -36,9 +36,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.levels.layout import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
+from attnzoo.kernels.levels.layout import BLOCK, Carried, Leaves, Levels, tree_block, tree_offset, tree_scales
 
-from .inverse import _tile_scale, launch, tree_block
+from .inverse import _tile_scale, launch
 
 STAGES = {"tree": 2, "carry": 1, "carry_bwd": 2, "node": 3}  # of the pipelined loops, where float16 pieces fit
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, level_rows
-from attnzoo.kernels.path.portable.inverse import tree_block
+from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, level_rows, tree_block
 from attnzoo.kernels.wall.plan import launch
 
 from .sums import key_row, query_row, sibling_sum

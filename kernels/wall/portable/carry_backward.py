@@ -23,8 +23,7 @@ from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_g
 from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count
-from attnzoo.kernels.path.portable.inverse import tree_block
+from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, tree_block
 from attnzoo.kernels.wall.plan import launch
 
 from .carry import precision

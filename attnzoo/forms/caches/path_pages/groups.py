@@ -100,7 +100,7 @@ class GroupedPool(KeyPool):
             return x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
 
         w, beta = last(cast(Tensor, gate.w)), last(cast(Tensor, gate.beta))
-        tokens = PathTokens(last(k.to(self.k.dtype)), w, beta, count=kept.int())
+        tokens = PathTokens(last(k.to(self.k.dtype)), w, beta, counts=kept.int())
         paged_path_carry(tokens, self.state(), self._groups)
 
     @torch.no_grad()

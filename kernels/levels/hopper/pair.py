@@ -9,7 +9,7 @@ from attnzoo.kernels.common.gate_bias import gate_at, gates_from
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
-from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
+from attnzoo.kernels.levels.portable.dkdv import _dkdv_scores
 
 
 @triton.jit

@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import cdiv, describable, head_block, row_strides
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.levels.hopper.backward_kernel import path_bwd_hopper_kernel
-from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles, Wanted
+from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles
+from attnzoo.kernels.levels.operands import LevelGradients, LevelRows
 from attnzoo.kernels.levels.plan import one_pass_tiles, pair_warps
 
 from .pair import path_finish_kernel, path_pair_kernel
 
 
-def launch_hopper_backward(
-    block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dkey: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool,
-    tiled: bool, scores: torch.dtype,
-) -> tuple[Leaves, Levels, Tiles | None]:  # fmt: skip
+def levels_backward_hopper(x: LevelRows, grads: LevelGradients, plan: Plan) -> tuple[Leaves, Levels, Tiles | None]:
     """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
-    o_rest is what the rounding of o dropped, laid out as o.
     Works on the queries of the levels in float32 beside its results. Not deterministic.
     """
+    block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, scale = x
+    do, dlse, dv, row_sums, columns, wanted, _, tiled, _ = grads
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do = describable(do)
-    t, BK, BV, Tq = one_pass_tiles(start is not None), head_block(K), head_block(V), levels.q.shape[2]
+    t, BK, BV, Tq = one_pass_tiles(first_computed is not None), head_block(K), head_block(V), levels.q.shape[2]
     gate = GATE_NONE if c is None else GATE_FULL
     Tp, Tx = (cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
     rows, delta = lse.new_empty((B * H, Tp)), lse.new_empty((B * H, Tp))
     sums = lse.new_zeros((B * H, Tp // 2)) if gate else lse
-    d_key = dkey if dkey is not None else lse.new_empty((B, H, T)) if gate else lse
+    d_key = columns if columns is not None else lse.new_empty((B, H, T)) if gate else lse
     dq_tiles = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile
     own = lse.new_empty((B, G, Tp, BV))
-    of_q = torch.float32 if unrounded else None
-    of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
-    d_block = Leaves(torch.empty_like(block.diag, dtype=scores), *of_block, block.m)
-    d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
+    d_block, d_levels = grads.like(block, levels)
     gates = (lse if c is None else c, lse if base is None else base)
-    limits = (lse if since is None else since, lse if start is None else start)
+    limits = (
+        lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed,
+    )
     end = full = cut = lse
-    if since is not None or start is not None:
-        bounds = key_bounds(since, start, B, T, H, T)
+    if first_visible is not None or first_computed is not None:
+        bounds = key_bounds(first_visible, first_computed, B, T, H, T)
         end, full, cut = bounds.end, bounds.full, bounds.cut
-    flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
-    bounded = {"HAS_SINCE": since is not None, "REP": H // G, "H": H, "BK": BK, **flags}
-    p_w, extra = lse if drow is None else drow, (lse if dlse is None else dlse, lse if sink is None else sink)
+    flags = {"GATE": gate, "HAS_START": first_computed is not None, "RU": ROW_UNIT}
+    bounded = {"HAS_SINCE": first_visible is not None, "REP": H // G, "H": H, "BK": BK, **flags}
+    p_w, extra = lse if row_sums is None else row_sums, (lse if dlse is None else dlse, lse if sink is None else sink)
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
         block.diag, block.q, block.k, v, o, o if o_rest is None else o_rest, do, lse, rows, delta, d_block.diag,
         d_block.q, d_block.k, own, dq_tiles, sums, d_key, p_w, *extra, *gates, *limits, B, T, Tq, n, scale,
-        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *row_strides(since), K=K, V=V, BV=BV,
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *row_strides(first_visible), K=K, V=V, BV=BV,
         C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
         **bounded, num_warps=pair_warps(H // G, K),
     )  # fmt: skip
@@ -63,14 +58,14 @@ def launch_hopper_backward(
         gluon_descriptor(v, t.BS), gluon_descriptor(do, t.BT), plain_descriptor(rows, [1, t.BT]),
         plain_descriptor(delta, [1, t.BT]), plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]),
         gluon_descriptor(d_levels.k.flatten(0, 1), t.BS), gluon_descriptor(dv, t.BS), own, sums, d_key, *gates,
-        *limits, cut, end, full, B, T, Tq, n, heads, scale, scale * LOG2E, *row_strides(since), BV=BV,
+        *limits, cut, end, full, B, T, Tq, n, heads, scale, scale * LOG2E, *row_strides(first_visible), BV=BV,
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
     if (wanted.queries and not tiled) or wanted.log_decay:
         path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
             dq_tiles, d_levels.q, sums, p_w, d_key, limits[1], B, T, Tq, 0 if tiled else n, scale, H=H, K=K, BK=BK,
-            BT=t.BT, M=M, N=t.num_warps // M, HAS_ROW=drow is not None, **flags, num_warps=8,
+            BT=t.BT, M=M, N=t.num_warps // M, HAS_ROW=row_sums is not None, **flags, num_warps=8,
         )  # fmt: skip
     tiles = Tiles(dq_tiles, scale, t.num_warps) if tiled else None
     return d_block, d_levels, tiles

@@ -1,4 +1,4 @@
-"""Pruning for PaTH with a gate: the worst row of each row unit, and from it the unit's first key.
+"""Pruning over levels, with a gate: the worst row of each row unit, and from it the unit's first key.
 
 The certificate is FoX's (``common/pruning.py``). It needs only that |q_i| |k_j| bounds a score, and it does, since
 every factor of a transition has norm at most 1.
@@ -20,12 +20,11 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, row_strides
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
+from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.levels.head_groups import head_groups
 from attnzoo.kernels.levels.layout import Leaves
-
-from .blocks import block_level
 
 
 @triton.jit(do_not_specialize=["T", "stride_lb", "stride_lh"])
@@ -92,23 +91,24 @@ def path_prune_rows_kernel(
 
 
 def block_starts(
-    q: Tensor, k: Tensor, block: Leaves | None, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
-    bound: str, log_eps: float, logit_bound: Tensor | None, out: Tensor | None = None,
+    q: Tensor, k: Tensor, block: Leaves | None, rows: RowGates, tails: Tensor, options: OpOptions,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
     Args:
         q, k: [B, T, H, K] and [B, T, G, K] as the caller gave them, last dim contiguous.
         block: what ``block_level`` makes of them; only the tail bound reads it.
-        c, base, tails, since: of ``gate_sums``.
-        logit_bound: [H] known bound of |scale q . k| (natural units), or None; the smaller of it and the norms counts.
+        rows, tails: of ``gate_sums``.
+        options: the bound, which with ``logit_bound`` is the smaller of it and the norms.
         out: contiguous, where to put the result; default: a new tensor.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
     """
-    (B, T, H, K), G = q.shape, k.shape[2]
-    tail, BK, n_t = bound == "tail", head_block(K), cdiv(T, ROW_UNIT)
+    ((B, T, H, K), G), (c, base, first_visible, _) = (q.shape, k.shape[2]), rows
+    assert base is not None
+    tail, bound, n_t = options.bound == "tail", options.logit_bound, cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device) if out is None else out
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     longest = norm_max(k)
@@ -116,30 +116,14 @@ def block_starts(
     assert block is not None or not tail
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
     path_prune_rows_kernel[(B * H * n_t,)](
-        q, diag, qb, kb, of_rows, longest, longest if logit_bound is None else logit_bound, c, base, since, need, T,
-        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *row_strides(since), H=H,
-        REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
-        PREC=dot_precision(q.dtype), num_warps=4, num_stages=2,
+        q, diag, qb, kb, of_rows, longest, longest if bound is None else bound, c, base, first_visible, need, T,
+        options.scale * LOG2E, math.log2(T), none_above(options.log_eps, 2 * KEY_UNIT), *q.stride()[:3],
+        *row_strides(first_visible), H=H, REP=H // G, K=K, BK=head_block(K), RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail,
+        HAS_BOUND=bound is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, base, longest, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, cdiv(T,
+        need, base, longest, tails, start, T, T, base.shape[2] - 1, options.log_eps * LOG2E - SLACK, cdiv(T,
         KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))),
         GATE=2, TAIL=tail,
     )  # fmt: skip
-    return start
-
-
-def path_starts(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
-    *, bound: str, log_eps: float, logit_bound: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """``block_starts`` of all heads, by itself: without attention."""
-    start = torch.empty((*c.shape[:2], cdiv(q.shape[1], ROW_UNIT)), dtype=torch.int32, device=q.device)
-    for group in head_groups(q, k, backward=False):
-        p_q, p_k = group.queries(q), group.keys(k)
-        block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
-        block_starts(
-            p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
-            log_eps, group.heads(logit_bound), group.rows(start),
-        )  # fmt: skip
     return start

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,15 +28,8 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
-from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
-from attnzoo.kernels.levels.layout import Leaves, Levels, clear_tails
+from attnzoo.kernels.levels.operands import LevelRows
 from attnzoo.kernels.levels.plan import pair_width
-from attnzoo.kernels.path.kept_transitions import Made, places
-
-from .blocks import block_level
-from .carry import carry
-from .decayed import decayed_level
-from .prune import block_starts
 
 
 @triton.jit
@@ -202,93 +194,20 @@ def levels_descriptor(x: Tensor, rows: int) -> Any:
     return tile_descriptor(x.flatten(0, 1), rows)
 
 
-def path_forward(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
-    tails: Tensor | None, since: Tensor | None, scale: float, plan: Plan, *, window: int = 0, bound: str = "",
-    log_eps: float = 0.0, logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
-    log_diag: Tensor | None = None, made: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
-
-    Args:
-        c, base, since, tails: of ``gate_sums``; without a gate None, but since may hold those of segments or a window
-            [1, 1, T].
-        window: visible keys per row, as in since; 0 for no window.
-        bound: "" for no pruning, else "paper" or "tail" (they need a gate).
-        o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
-        log_diag: [B, T, H, K], or None; with it there is a key head for each query head.
-        made: a buffer of ``keeping.kept_bytes`` that is filled for the backward pass, or None.
-
-    Returns:
-        o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
-        [B, H, ceil(T / ROW_UNIT)] int32, the first key of each row unit, or None without pruning and window.
-    """
-    B, T, H, _ = q.shape
-    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
-    start = None
-    if window and since is not None:  # keys outside of the window need no carries either
-        start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
-    elif bound:
-        start = torch.empty((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
-
-    def carry_and_attend(group: HeadGroup, room: Made | None) -> None:
-        p_q, p_k = group.queries(q), group.keys(k)
-        p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
-        if log_diag is None:
-            own = (None, None) if room is None else (room.kept, room.block)
-            block = block_level(p_q, p_k, group.keys(w), group.keys(beta), *own)
-        else:
-            block, _ = decayed_level(p_q, p_k, group.keys(w), group.keys(beta), group.queries(log_diag))
-        if bound:
-            assert p_c is not None
-            assert p_base is not None
-            assert p_since is not None
-            assert p_start is not None
-            assert tails is not None
-            found = block_starts(
-                p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
-                group.heads(logit_bound), None if window else p_start,
-            )  # fmt: skip
-            if window:
-                torch.maximum(p_start, found, out=p_start)
-        levels = carry(block, p_start, None if room is None else room.levels).levels
-        if room is not None:
-            clear_tails(levels, T)
-        p_rest = None if o_rest is None else group.queries(o_rest)
-        attend_levels(
-            block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
-            plan, group.heads(sink), p_rest,
-        )  # fmt: skip
-
-    groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
-    for group, room in groups if made is None else places(made, q, k, w):
-        carry_and_attend(group, room)
-    return o, lse, start
-
-
-def attend_levels(
-    block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, sink: Tensor | None,
-    o_rest: Tensor | None,
-) -> None:  # fmt: skip
-    """Fill o, lse and o_rest by the forward kernel of the plan, from the blocks (without m) and the levels."""
+def levels_forward(x: LevelRows, plan: Plan) -> None:
+    """Fill o, lse and o_rest of the rows; lse is the log2-sum-exp in the frame of the row unit."""
+    (block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, scale), t = x, plan.of("fwd")
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    if plan.forward == "hopper":
-        from attnzoo.kernels.levels.hopper.forward import path_forward_hopper
-
-        path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, sink, o_rest)
-        return
-    t = plan.of("fwd")
     tma, BV = t.tma and n > 0 and can_describe(v), value_block(K, V)
     p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
     path_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
-        lse if c is None else c, lse if base is None else base, lse if since is None else since,
-        lse if start is None else start, lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,
-        min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *row_strides(since), H=H, REP=H // G,
-        K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
-        KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
-        HAS_START=start is not None,
-        HAS_REST=o_rest is not None, HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(v.dtype),
-        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        lse if c is None else c, lse if base is None else base, lse if first_visible is None else first_visible,
+        lse if first_computed is None else first_computed, lse if sink is None else sink, B, T, levels.q.shape[2],
+        levels.k.shape[2], n, min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3],
+        *row_strides(first_visible), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS,
+        BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
+        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_REST=o_rest is not None,
+        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps, num_stages=t.num_stages,
+        maxnreg=t.maxnreg,
     )  # fmt: skip
