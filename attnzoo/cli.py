@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import PATH, corpus, data, tokenize
+from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
@@ -29,7 +29,6 @@ EXTRAS = dict.fromkeys(
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -25,6 +25,24 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
 
 
+def check_once(settings: Sequence[str], kind: str) -> None:
+    """Refuse a key that is given twice, of which one value would be passed over.
+
+    Args:
+        settings: `key=value` each.
+        kind: what a setting is called.
+
+    Raises:
+        ValueError: there is one.
+    """
+    known = set[str]()
+    for setting in settings:
+        key, equals, _ = setting.partition("=")
+        if equals and key in known:
+            raise ValueError(f"{kind} {setting!r}: expected {key} once, got it twice")
+        known.add(key)
+
+
 def names_key(settings: Any, key: str) -> bool:
     """Whether nested settings have a key, given with dots."""
     first, _, rest = key.partition(".")

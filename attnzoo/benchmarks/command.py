@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from attnzoo.data.command import overrides_argument
 from attnzoo.experiments.builtin import built_in, find_config
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -196,7 +197,7 @@ def generate(**options: Any) -> None:
 
 @bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @click.argument("config")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @out("train")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="Run here instead of where the configuration says.")
 @click.option(

@@ -28,6 +28,16 @@ class PathType(click.Path):
 PATH = PathType(path_type=Path)
 
 
+def _once(context: click.Context, parameter: click.Parameter, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    from attnzoo.settings import check_once
+
+    check_once(overrides, "override")
+    return overrides
+
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", callback=_once)
+
+
 def _writable(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:
     from attnzoo.files import check_folder
 
@@ -191,15 +201,14 @@ def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
     from omegaconf.errors import OmegaConfBaseException
 
-    from attnzoo.settings import read_settings
+    from attnzoo.settings import check_once, read_settings
 
+    check_once(texts, "option")
     options: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ValueError(f"option {text!r}: expected key=value")
-        if key in options:
-            raise ValueError(f"option {text!r}: expected {key} once, got it twice")
         try:
             options |= read_settings([text])
         except (yaml.YAMLError, OmegaConfBaseException) as error:

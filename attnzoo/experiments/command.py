@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from attnzoo.data.command import PATH
+from attnzoo.data.command import PATH, overrides_argument
 from attnzoo.errors import UnavailableError
 
 
@@ -60,7 +60,7 @@ def show(name: str) -> None:
 
 @experiment.command()
 @click.argument("name")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @click.option("--size", help="cpu: 15 minutes on two cores; gpu: on one H200.  [default: cpu, or a file's only size]")
 @click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
 @click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -56,7 +57,8 @@ def load_config(
     """Read a YAML file, apply overrides, and make a config dataclass of it.
 
     Args:
-        path: the file, or its keys and values already read; None for the defaults.
+        path: the file, or its keys and values already read; None for the defaults. In a file `${KEY}` stands for the
+            value of another key; variables of the environment are not read from it.
         overrides: `key=value` each: keys are dotted (`model.hidden_size=64`), values are YAML
             (`model.attention=[fox,mamba2]`).
         schema: the dataclass.
@@ -133,8 +135,10 @@ def _read_yaml(path: Path, schema: type[Any]) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     try:
-        if yaml.safe_load(text) is None:
+        read = yaml.safe_load(text)
+        if read is None:
             raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
+        _check_calls(read, str(path))
         check_numbers(text, str(path))
         _check_texts(text, schema, str(path))
         layer = OmegaConf.load(io.StringIO(text))
@@ -145,6 +149,20 @@ def _read_yaml(path: Path, schema: type[Any]) -> Any:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{path}: expected a mapping of keys to values at the top")
     return layer
+
+
+def _check_calls(value: Any, origin: str) -> None:
+    """Refuse `${oc.env:NAME}` and its like: what a file of somebody else makes of this machine could be shown."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_calls(inner, origin)
+    depth = 0  # of ${...} in one another
+    for sign in re.findall(r"\$\{|\}|:", value if isinstance(value, str) else ""):
+        depth = max(0, depth + {"${": 1, "}": -1, ":": 0}[sign])
+        if sign == ":" and depth:
+            raise ValueError(
+                f"{origin}: expected a value, or ${{KEY}} for that of another key, got {value!r}: files read no "
+                'variables of the environment; on the command line KEY="$NAME" does'
+            )
 
 
 def _replace_other_kinds(merged: Any, layer: Any) -> None:

@@ -292,3 +292,9 @@ def test_show_needs_nobody_to_read_it(monkeypatch: Any) -> None:
 def test_the_package_runs_as_a_module() -> None:
     ran = subprocess.run([sys.executable, "-m", "attnzoo", "--version"], capture_output=True, text=True, check=True)
     assert "attnzoo" in ran.stdout
+
+
+@pytest.mark.parametrize("command", [("train",), ("compare",), ("bench", "train"), ("experiment", "run")])
+def test_a_key_given_twice_is_refused_by_name(run: Any, tiny: Path, command: tuple[str, ...]) -> None:
+    ran = run(*command, tiny, "steps=3", "model.hidden_size=3", "steps=4")
+    assert_refused(ran, "override 'steps=4': expected steps once, got it twice")

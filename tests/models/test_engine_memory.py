@@ -8,8 +8,10 @@ from generated import LENGTHS, alone, build, forgetful, that_forgets
 
 from attnzoo.forms.caches import device_memory
 from attnzoo.forms.caches.device_memory import GIB
+from attnzoo.forms.caches.inplace import Rows
 from attnzoo.forms.caches.pages.pool import PAGE
 from attnzoo.models import Generator
+from attnzoo.models.generation import batch
 from attnzoo.models.generation.sampling import Sampling
 
 
@@ -225,6 +227,30 @@ def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_mem
     numbers = rf"\(with {beside / GIB:.2f} GiB for a step\): expected room for {need / GIB:.2f} GiB on cpu, got"
     with pytest.raises(MemoryError, match=rf"caches of 2 sequences of 300 tokens {numbers}"):
         Generator(model, 2, 300, evict=evict)
+
+
+@pytest.mark.parametrize("evict", [None, 1e-4, "offload"], ids=["whole", "evicting", "offloading"])
+@pytest.mark.parametrize("name", ["fox", "path_fox", "rope", "mamba2"])
+def test_more_sequences_than_any_memory_holds_are_counted_and_none_is_made(name, evict, monkeypatch):
+    """Tables with a row for each took gigabytes and seconds before the caches were counted."""
+    made = []
+    idle = Rows.idle
+    monkeypatch.setattr(
+        Rows, "idle", staticmethod(lambda rows, device="cpu": (made.append(rows), idle(rows, device))[1])
+    )
+    if evict is not None and name not in ("fox", "path_fox"):
+        evict = None
+    with pytest.raises(MemoryError, match=r"caches of 1000000000 sequences of 64 tokens .* GiB on cpu, got"):
+        Generator(forgetful(name) if evict else build(attention=name), 10**9, 64, evict=evict)
+    assert max(made) <= 64
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox", "rope", "mamba2"])
+def test_the_bytes_of_many_sequences_are_those_that_are_made(name, monkeypatch):
+    model, seen = build(attention=name), []
+    monkeypatch.setattr(batch, "check_room", lambda needed, device, what: seen.append(needed))
+    generator = Generator(model, 150, 40)
+    assert seen == [generator.bytes() + max(cache.workspace() for cache in generator.batch.caches)]
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

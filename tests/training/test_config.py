@@ -306,3 +306,24 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 def test_an_unknown_name_that_nothing_resembles_gets_no_guess():
     assert "did you mean" not in str(unknown("variant", "zzz", ["nope", "fox"]))
     assert "none is expected" in str(unknown("option", "x", []))
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:SECRET}", "a ${oc.env:SECRET, none} b", "${oc.${data.source}:SECRET}", "${oc.decode:'[1]'}"]
+)
+def test_a_file_reads_nothing_of_the_environment(value, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "the password")
+    path = tmp_path / "config.yaml"
+    for text in (f'output_dir: "{value}"', f'model: {{attention_options: {{block: ["{value}"]}}}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"config\.yaml: expected a value, or \$\{KEY\}") as refused:
+            load_config(path)
+        assert "password" not in str(refused.value)
+
+
+def test_a_file_may_name_another_key_and_an_override_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACE", "there")
+    path = tmp_path / "config.yaml"
+    path.write_text('{output_dir: "runs:${data.source}:x", data: {source: stdlib}}')
+    assert load_config(path).output_dir == "runs:stdlib:x"
+    assert load_config(path, ["output_dir=${oc.env:PLACE}"]).output_dir == "there"

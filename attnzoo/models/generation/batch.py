@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Evict
 from attnzoo.forms.caches.device_memory import GIB, check_room, size_of
 from attnzoo.forms.caches.inplace import Rows
+from attnzoo.layer.attention import Attention
 from attnzoo.layer.inplace import FixedCache
+from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import DecoderBlock, LanguageModel
 from attnzoo.models.generation.fused import Product
 from attnzoo.models.generation.fused import fuse as fused
 from attnzoo.models.generation.proposals import Proposals
 from attnzoo.models.generation.request import Request
 from attnzoo.models.generation.sampling import GREEDY, Samplers
+
+COUNTED = 64  # rows
 
 
 class Batch:
@@ -56,11 +60,12 @@ class Batch:
         self.model, self.device = model, model.embedding.weight.device
         self.evict, self.budget, self.graphed = evict, budget, graph
         self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
+        self.blocks, self.products = list(model.blocks), list[Product]()
+        layers = self._layers(size, max_tokens, fuse)
         self.rows = Rows.idle(size, self.device)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
-        self.blocks, self.products = list(model.blocks), list[Product]()
-        self.caches = self._caches(max_tokens, fuse)
+        self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
         self.torn = False
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
         self._places: list[int] = []
@@ -69,8 +74,8 @@ class Batch:
             self._warm_up(GREEDY, 1, 2)
 
     @torch.no_grad()
-    def _caches(self, max_tokens: int, fuse: bool) -> list[FixedCache]:
-        """One cache per layer, shaped as one token fills those of the model."""
+    def _layers(self, size: int, max_tokens: int, fuse: bool) -> list[tuple[Attention, LayerCache]]:
+        """The layers, each with its cache as one token fills it; there is room for those of all rows."""
         like = self.model.new_cache(self.evict, self.budget)
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         if fuse:
@@ -78,12 +83,21 @@ class Batch:
         else:
             one()
         layers = list(zip(self.model.attentions(), like, strict=True))
-        meta = [FixedCache.of(layer, one, self.rows, max_tokens, "meta") for layer, one in layers]
-        beside = max(cache.workspace() for cache in meta)  # one layer after the other
-        size = len(self.rows.lengths)
+
+        def needed(rows: int) -> tuple[int, int]:
+            """Bytes of the caches of so many rows and, beside them, of a step."""
+            if rows > COUNTED:  # no table of so many is made before there is known to be room for it
+                (total, beside), (before, besides) = needed(COUNTED), needed(COUNTED - 1)
+                more = rows - COUNTED
+                return total + more * (total - before), beside + more * (beside - besides)
+            idle = Rows.idle(rows, self.device)
+            meta = [FixedCache.of(layer, one, idle, max_tokens, "meta") for layer, one in layers]
+            return _bytes(meta), max(cache.workspace() for cache in meta)  # one layer after the other
+
+        total, beside = needed(size)
         what = f"caches of {size} sequences of {max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
-        check_room(_bytes(meta) + beside, self.device, what)
-        return [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
+        check_room(total + beside, self.device, what)
+        return layers
 
     def bytes(self) -> int:
         """Memory of the caches."""
