@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from attnzoo.algebra.gate import PARTS, groups
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
-from attnzoo.forms.protocol import REFERENCE, Call, FormSet
+from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
 
 Side = Literal["linear", "softmax"]
 
@@ -161,6 +161,14 @@ class Variant:
     def form_set(self) -> FormSet:
         """The object behind it all, whose functions do not check their inputs."""
         return cast(FormSet, self.module.FORMS)
+
+    @functools.cached_property
+    def own(self) -> bool:
+        """Whether its forms and their transition are this package's: those take the inputs of a layer unchecked."""
+        transition = getattr(self.form_set, "transition", None)
+        made_of = (self.form_set, *getattr(transition, "factors", (transition,)))
+        ours = all(type(one).__module__.startswith("attnzoo.") for one in made_of)
+        return ours and isinstance(self.form_set, Forms)
 
     @property
     def note(self) -> str:

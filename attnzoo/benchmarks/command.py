@@ -227,7 +227,8 @@ def train(config: str, overrides: tuple[str, ...], device: str | None, **options
 def cpu(**options: Any) -> None:
     """The reference forms on a CPU.
 
-    Chunk against recurrent for every linear variant, and FoX against causal SDPA, as ratios.
+    Chunk against recurrent for every linear variant, FoX against causal SDPA, and what a layer's forward costs the host
+    beside LlamaAttention's, as ratios.
     """
     from attnzoo.benchmarks.cpu import run
 

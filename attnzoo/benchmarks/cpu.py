@@ -1,8 +1,8 @@
 """CPU speed of the reference forms, as ratios measured in one run.
 
-``attnzoo bench cpu`` prints two tables (Markdown): chunk against recurrent for every linear variant, and
-FoX's parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each
-counts.
+``attnzoo bench cpu`` prints three tables (Markdown): chunk against recurrent for every linear variant, FoX's parallel
+form against causal SDPA, and what a layer's forward costs the host (:mod:`attnzoo.benchmarks.host`). Each is timed in
+turn with what it is compared to, several times over, and the fastest run of each counts.
 """
 
 import platform
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
+from attnzoo.benchmarks import host
 from attnzoo.samples import random_gate
 
 
@@ -83,3 +84,4 @@ def run(length: int, repeats: int) -> None:
     print("\nForward and backward\n\n| gates | causal SDPA ms | FoX parallel ms | ratio |\n|---|---|---|---|")
     for label, sdpa, ours in fox_table(length, repeats):
         print(f"| {label} | {sdpa:.0f} | {ours:.0f} | {ours / sdpa:.2f} x |", flush=True)
+    host.run(20 * repeats)

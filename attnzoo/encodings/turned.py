@@ -42,28 +42,24 @@ def turned(kernel: Kernel) -> Kernel:
     Raises:
         ValueError: a kernel that keeps no state.
     """
-    inner, then = kernel.run, kernel.extend
-    if then is None:
+    if kernel.extend is None:
         raise ValueError("kernel: expected one that keeps a state, got one of whole sequences alone")
 
-    @functools.wraps(inner)
-    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
-        rest, _, receivers = fold(q, k, v, gate, options.get("valid"), whole=True)
-        if receivers is None:
-            return inner(*rest, **options)
-        keep = options.pop("keep_carries", False)
-        return whole_path(*rest, SoftmaxOptions(**options), receivers, keep)
+    @functools.wraps(kernel.run)
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> Any:
+        rest, _, receivers = fold(q, k, v, gate, options.valid, whole=True)
+        return kernel.whole(*rest, options) if receivers is None else whole_path(*rest, options, receivers)
 
-    @functools.wraps(then)
+    @functools.wraps(kernel.extend)
     def extend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, **options: Any
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Any, KVCache]:
         given = v.shape[2]
-        (q, k, v, gate), phase, _ = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
+        (q, k, v, gate), phase, _ = fold(q, k, v, gate, options.valid, 0 if state is None else state.k.shape[2])
         heads = v.shape[2]
         if state is not None and heads > given:
             state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
-        o, after = then(q, k, v, gate, state, **options)
+        o, after = kernel.go_on(q, k, v, gate, state, options)
         values = after.v if heads == given else after.v[:, :, :: heads // given]
         return o, replace(after, k=rotate(after.k, -phase), v=values)
 
@@ -78,7 +74,8 @@ def turned(kernel: Kernel) -> Kernel:
         return TurnedMemory(**vars(memory), phase=phase)
 
     parts = None if kernel.parts is None else kernel.parts | {"angle"}
-    return replace(kernel, run=run, extend=extend, fixed=fixed, parts=parts)
+    honours = kernel.takes(False, ())
+    return replace(kernel, run=run, extend=extend, fixed=fixed, parts=parts, honours=honours)
 
 
 def fold(

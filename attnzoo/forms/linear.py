@@ -12,10 +12,11 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.algebra.values import readable
 from attnzoo.forms.caches.inplace import MatrixMemory, Rows
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
-from attnzoo.forms.packing import in_rows, takes_rows
+from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import Forms
 
 CHUNK = 64  # tokens of the longest chunk of any variant
@@ -45,21 +46,33 @@ class LinearForms(Forms):
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Token by token: O(T K V) operations, none of them in parallel over time."""
-        return self._recur(*self._ready(q, k, v, gate, options), None)[0]
+        return self._recur(*self._ready(q, k, v, gate, self._checked(q, k, v, gate, options)), None)[0]
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Masked quadratic: ``(scores * exp(d)) v`` with one T x T matrix per head."""
-        return self._blockwise(*self._ready(q, k, v, gate, options), None, size=q.shape[1])[0]
+        ready = self._ready(q, k, v, gate, self._checked(q, k, v, gate, options))
+        return self._blockwise(*ready, None, size=q.shape[1])[0]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
-        if takes_rows(options):
-            check_linear(LinearOptions(**options), q, k, gate)
-            return cast(Tensor, in_rows(self.chunk, q, k, v, gate, options))
+        return self._whole(q, k, v, gate, self._checked(q, k, v, gate, options))
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> None:
+        check_linear(options, q, k, gate)
+        self.transition.check(gate)
+
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]) -> LinearOptions:
+        given = LinearOptions(**options)
+        self.check(q, k, v, gate, given)
+        return given
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> Tensor:
+        if options.cu_seqlens is not None and readable(options.cu_seqlens):
+            return cast(Tensor, in_rows(self._whole, q, k, v, gate, options))
         return self._chunked(*self._ready(q, k, v, gate, options), None)[0]
 
     def _extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, options: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, options: LinearOptions
     ) -> tuple[Tensor, RecurrentState]:
         past, seen = (None, 0) if state is None else (state.matrix, len(state))
         ready = self._ready(q, k, v, gate, options)
@@ -73,19 +86,18 @@ class LinearForms(Forms):
         return MatrixMemory.like(state, rows, device)
 
     def _ready(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions
     ) -> tuple[Tensor, Tensor, Tensor, Gate, torch.dtype, float]:
         """The inputs with what the options ask for folded in, the dtype of the output and the scale."""
-        options, dtype = LinearOptions(**given), v.dtype
-        check_linear(options, q, k, gate)
-        self.transition.check(gate)
+        dtype = v.dtype
         write = gate.beta if options.delta_rule else options.write
         if options.valid is not None:
             q, k, v = existing(options.valid, q, k, v)
             write = None if write is None else existing(options.valid, write)[0]
         if write is not None:
             v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
-        gate = separated(gate, q, options.valid, options.cu_seqlens)
+        if options.valid is not None or options.cu_seqlens is not None:
+            gate = separated(gate, q, options.valid, options.cu_seqlens)
         return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
     def _inputs(

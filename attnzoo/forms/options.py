@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +15,28 @@ from attnzoo.algebra.validation import check_dense, check_flag, check_window
 from attnzoo.algebra.values import reads_values
 
 
+class Options(Mapping[str, Any]):
+    """The keyword options of a call as one object; as a mapping it has those by name that ask for something."""
+
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their defaults, None or False."""
+        named = ((name, getattr(self, name)) for name in self.__match_args__)
+        return {name: value for name, value in named if value is not None and value is not False}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given())
+
+    def __len__(self) -> int:
+        return len(self.given())
+
+
 @dataclass(frozen=True, eq=False)
-class LinearOptions:
+class LinearOptions(Options):
     """What the forms of the linear side take by keyword.
 
     Args:
@@ -36,7 +58,7 @@ class LinearOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxOptions:
+class SoftmaxOptions(Options):
     """What the forms of the softmax side take by keyword.
 
     Args:
@@ -52,6 +74,7 @@ class SoftmaxOptions:
             each other. Not for ``extend``.
         return_lse: give ``(o, lse)`` in place of o: the natural log of the sum of exponentials that o was divided by,
             the sink among them, ``[B, T, H]`` in float32 (float64 for float64 inputs). Differentiable.
+        keep_carries: save what the kernels of PaTH carry for the backward pass, which then need not carry it again.
     """
 
     scale: float | None = None
@@ -62,6 +85,7 @@ class SoftmaxOptions:
     valid: Tensor | None = None
     cu_seqlens: Tensor | None = None
     return_lse: bool = False
+    keep_carries: bool = False
 
 
 def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> None:

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.values import readable
-
-PER_TOKEN = ("valid", "write")  # options of shape [B, T, ...]
 
 
-def takes_rows(options: Mapping[str, Any]) -> bool:
-    """Whether a call should go through :func:`in_rows`: packed, and lengths may be looked at."""
-    borders = options.get("cu_seqlens")
-    return isinstance(borders, Tensor) and readable(borders)
-
-
-def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]) -> Any:
+def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
     """``form`` on packed sequences, with those of like lengths beside each other as rows.
 
     Rows are filled up behind their last token, which no earlier one sees, to at most twice their length.
 
     Args:
-        form: of whole sequences; gives ``[B, T, ...]`` or a tuple of such.
+        form: ``form(q, k, v, gate, options)`` of whole sequences; gives ``[B, T, ...]`` or a tuple of such.
         q, k, v, gate: one row ``[1, T, ...]`` of packed sequences.
         options: of the form, ``cu_seqlens`` among them, all checked.
     """
-    borders = options["cu_seqlens"].long()
-    rest = {name: value for name, value in options.items() if name not in ("cu_seqlens", *PER_TOKEN)}
+    borders = options.cu_seqlens.long()
+    per_token = {name: x for name in ("valid", "write") if (x := getattr(options, name, None)) is not None}
     starts, lengths = borders[:-1], borders.diff()
     like = lengths.new_tensor([n.bit_length() for n in lengths.tolist()])
     place = lengths.new_empty(q.shape[1])  # of each token among the outputs
@@ -47,8 +39,8 @@ def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gat
             return cast(Tensor, x[0].index_select(0, index.flatten()).unflatten(0, tuple(index.shape)))
 
         local = gate.map(lambda part, pick=pick: part if part.ndim == 1 else pick(part))  # type: ignore[misc]
-        per_token = {name: pick(options[name]) for name in PER_TOKEN if options.get(name) is not None}
-        o = form(pick(q), pick(k), pick(v), local, **rest, **per_token)
+        picked = {name: pick(x) for name, x in per_token.items()}
+        o = form(pick(q), pick(k), pick(v), local, replace(options, cu_seqlens=None, **picked))
         single = isinstance(o, Tensor)
         outputs.append(tuple(x.flatten(0, 1) for x in ((o,) if single else o)))
         place[index[there]] = (used + torch.arange(index.numel(), device=q.device).view_as(index))[there]

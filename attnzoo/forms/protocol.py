@@ -7,8 +7,9 @@ The registry, the layer and ``attnzoo verify`` know a variant only through the f
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import nearest
+from attnzoo.forms.options import Options
 
 REFERENCE = "reference"  # what runs everywhere: plain PyTorch
 
@@ -31,7 +33,8 @@ class Call:
         gate: the parts that the variant requires.
         state: what an earlier call gave, or None.
         keeps_state: whether the state after the last token is wanted.
-        options: the keyword options of the call, by name, without those that are at their defaults.
+        options: the keyword options of the call, by name, without those that are at their defaults: a mapping, or the
+            :class:`~attnzoo.forms.options.Options` of a layer, which is one.
     """
 
     q: Tensor
@@ -77,14 +80,18 @@ class Kernel:
     """A form beside the reference forms: a fused kernel, or another library.
 
     Args:
-        run: ``run(q, k, v, gate, *, ...) -> [B, T, H, V]``; its keyword-only parameters are the options it honours.
-        extend: ``extend(q, k, v, gate, state, *, ...) -> (output, state)``; None where it keeps no state.
+        run: ``run(q, k, v, gate, options) -> [B, T, H, V]`` with the options of its side as one object
+            (:mod:`attnzoo.forms.options`), checked. Where ``honours`` is None: ``run(q, k, v, gate, *, ...)``, whose
+            keyword-only parameters are the options it honours.
+        extend: ``extend(q, k, v, gate, state, options) -> (output, state)``, or by keyword as ``run``; None where it
+            keeps no state.
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
         brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
         parts: of a gate, that it reads; None: whatever it is given.
         fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it
             (:mod:`attnzoo.forms.caches.inplace`), or None where it cannot serve them.
+        honours: names of the options that it takes.
     """
 
     run: Callable[..., Any]
@@ -94,12 +101,27 @@ class Kernel:
     brief: bool = False
     fixed: Callable[..., Any] | None = None
     parts: frozenset[str] | None = None
-    options: tuple[str, ...] = field(init=False)  # of run
-    extend_options: tuple[str, ...] = field(init=False)
+    honours: frozenset[str] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "options", keywords(self.run))
-        object.__setattr__(self, "extend_options", () if self.extend is None else keywords(self.extend))
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Options) -> Any:
+        """The output for whole sequences."""
+        if self.honours is None:
+            return self.run(q, k, v, gate, **options.given())
+        return self.run(q, k, v, gate, options)
+
+    def go_on(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Options) -> tuple[Any, Any]:
+        """The output after ``state``, and the state after that."""
+        assert self.extend is not None
+        if self.honours is None:
+            return self.extend(q, k, v, gate, state, **options.given())
+        return self.extend(q, k, v, gate, state, options)
+
+    def takes(self, steps: bool, whole: Sequence[str]) -> frozenset[str]:
+        """Names of the options that it honours on whole sequences, or in ``steps``, which know none of ``whole``."""
+        if self.honours is not None:
+            return self.honours.difference(whole) if steps else self.honours
+        function = self.extend if steps else self.run
+        return frozenset() if function is None else frozenset(keywords(function))
 
     def knows(self, parts: Iterable[str]) -> bool:
         """Whether it reads all of these parts of a gate: another it would leave out."""
@@ -120,39 +142,53 @@ class Forms:
         kernels: by the name of the form: ``"triton"`` and ``"fla"`` are what ``impl="auto"`` tries on a GPU.
     """
 
-    REFERENCES: ClassVar[tuple[str, ...]] = ()
-    OPTIONS: ClassVar[type]  # a dataclass of what the reference forms take by keyword
+    REFERENCES: ClassVar[tuple[str, ...]] = ()  # reference forms of whole sequences
+    OPTIONS: ClassVar[type[Options]]  # what the forms take by keyword
     STATE: ClassVar[type]  # what remembers past tokens
     WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options of whole sequences, which have no state
+    OF_KERNELS: ClassVar[tuple[str, ...]] = ()  # options that change nothing in the reference forms
 
     kernels: Mapping[str, Kernel] = field(default_factory=dict, kw_only=True)
 
     @property
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         return {name: getattr(self, name) for name in self.REFERENCES} | {
-            name: kernel.run for name, kernel in self.kernels.items()
+            name: self._by_keyword(kernel) for name, kernel in self.kernels.items()
         }
 
-    def options(self, form: str) -> tuple[str, ...]:
-        if form in self.kernels:
-            return self.kernels[form].options
-        names = self._all_options()
-        return tuple(name for name in names if name not in self.WHOLE) if form == REFERENCE else names
+    def _by_keyword(self, kernel: Kernel) -> Callable[..., Any]:
+        """The form of a kernel, with its options by keyword, checked."""
+        if kernel.honours is None:
+            return kernel.run
 
-    def _all_options(self) -> tuple[str, ...]:
-        names: tuple[str, ...] = self.OPTIONS.__match_args__  # type: ignore[attr-defined]  # its fields
-        return names
+        @functools.wraps(kernel.run)
+        def form(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
+            given = self.OPTIONS(**options)
+            self.check(q, k, v, gate, given)
+            return kernel.whole(q, k, v, gate, given)
+
+        return form
+
+    def options(self, form: str) -> tuple[str, ...]:
+        return self._taken(form, steps=form == REFERENCE)
+
+    def _taken(self, form: str, steps: bool) -> tuple[str, ...]:
+        """The options that a form honours on whole sequences, or in ``steps``, in their order."""
+        names: tuple[str, ...] = self.OPTIONS.__match_args__  # its fields
+        kernel = self.kernels.get(form)
+        if kernel is None:
+            left_out = (*self.OF_KERNELS, *self.WHOLE) if steps else self.OF_KERNELS
+            return tuple(name for name in names if name not in left_out)
+        taken = kernel.takes(steps, (*self.OF_KERNELS, *self.WHOLE))
+        return (*(name for name in names if name in taken), *sorted(taken.difference(names)))
 
     def refuses(self, form: str, call: Call) -> str:
         kernel = self.kernels.get(form)
-        if kernel is None and form not in (REFERENCE, *self.forms):
+        if kernel is None and form not in (REFERENCE, *self.REFERENCES):
             return f"there is no {form} form (there is {', '.join(self.forms)})"
-        if kernel is None:
-            taken = self.options(form) if call.keeps_state else self._all_options()
-        elif call.keeps_state and kernel.extend is None:
+        if kernel is not None and call.keeps_state and kernel.extend is None:
             return f"the {form} form serves whole sequences and keeps no state"
-        else:
-            taken = kernel.extend_options if call.keeps_state else kernel.options
+        taken = self._taken(form, call.keeps_state)
         for name in call.options:
             if name not in taken:
                 return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
@@ -161,6 +197,14 @@ class Forms:
         if not kernel.knows(call.gate.parts):
             return f"the {form} form reads no gate part but {', '.join(sorted(kernel.parts or ()))}"
         return kernel.refuses(call)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> None:
+        """The options fit the inputs, which fit each other.
+
+        Raises:
+            TypeError, ValueError: they do not.
+        """
+        raise NotImplementedError
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
@@ -171,19 +215,46 @@ class Forms:
             TypeError: a state of another kind.
             ValueError: a form that keeps no state.
         """
+        kernel = self.kernels.get(form)
+        if kernel is not None and kernel.honours is None and kernel.extend is not None:
+            self.check_state(state)
+            return kernel.extend(q, k, v, gate, state, **options)
+        given = self.OPTIONS(**options)
+        self.check(q, k, v, gate, given)
+        return self.go_on(form, q, k, v, gate, state, given)
+
+    def check_state(self, state: Any) -> None:
+        """``state`` is None or what remembers past tokens.
+
+        Raises:
+            TypeError: it is something else.
+        """
         if state is not None and not isinstance(state, self.STATE):
             raise TypeError(f"state: expected attnzoo.{self.STATE.__name__} or None, got {type(state).__name__}")
+
+    def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
+        """What a form gives of whole sequences, by inputs and options that have been checked."""
+        kernel = self.kernels.get(form)
+        return self._whole(q, k, v, gate, options) if kernel is None else kernel.whole(q, k, v, gate, options)
+
+    def go_on(
+        self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Any
+    ) -> tuple[Any, Any]:
+        """:meth:`extend` with inputs and options that have been checked."""
+        self.check_state(state)
         if form == REFERENCE:
             return self._extend(q, k, v, gate, state, options)
         kernel = self.kernels.get(form)
         if kernel is None or kernel.extend is None:
             able = [name for name, kernel in self.kernels.items() if kernel.extend is not None]
             raise ValueError(f"form: expected one that keeps a state ({', '.join((REFERENCE, *able))}), got {form!r}")
-        return kernel.extend(q, k, v, gate, state, **options)
+        return kernel.go_on(q, k, v, gate, state, options)
 
-    def _extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
+        """The fastest reference form: both sides have their own."""
+        raise NotImplementedError
+
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Any) -> tuple[Any, Any]:
         """``extend`` of the reference: both sides have their own."""
         raise NotImplementedError
 

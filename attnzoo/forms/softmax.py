@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
-from attnzoo.algebra.values import in_transform, records
+from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.caches.inplace import Memory, Rows
 from attnzoo.forms.caches.inplace_keys import KeyMemory
 from attnzoo.forms.caches.pages.attention import refuses_pages
@@ -25,7 +24,7 @@ from attnzoo.forms.caches.path_pages.inplace import CarriedPages, GroupedPages
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
-from attnzoo.forms.packing import in_rows, takes_rows
+from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
 from attnzoo.kernels.common.constants import KEY_UNIT
@@ -57,19 +56,21 @@ class SoftmaxForms(Forms):
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
     STATE = KVCache
+    OF_KERNELS = ("keep_carries",)
     transition: Transition
     pages: bool = field(default=False, kw_only=True)
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
-        if takes_rows(options):
-            check_softmax(SoftmaxOptions(**options), q, gate)
-            return cast(Output, in_rows(self.parallel, q, k, v, gate, options))
-        return self._extend(q, k, v, gate, None, options)[0]
+        given = SoftmaxOptions(**options)
+        self.check(q, k, v, gate, given)
+        return self._whole(q, k, v, gate, given)
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """Token by token with a KV cache; softmax attention has no state of finite size."""
-        q, k, v, gate, given = self._ready(q, k, v, gate, options)
+        given = SoftmaxOptions(**options)
+        self.check(q, k, v, gate, given)
+        q, k, v, gate = self._ready(q, k, v, gate, given)
         state: KVCache | None = None
         step, rows = given, []
         for t in range(q.shape[1]):
@@ -80,21 +81,30 @@ class SoftmaxForms(Forms):
             rows.append((o, lse))
         return self._output(*joined(rows), given, v.dtype)
 
-    def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
+    def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> None:
+        check_softmax(options, q, gate)
+        self.transition.check(gate)
+        if options.prune is not None and (self.transition.expands or gate.expands):
+            name = type(self.transition).__name__
+            raise ValueError(f"prune: expected None ({name} makes vectors longer), got {options.prune!r}")
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> Output:
+        if options.cu_seqlens is not None and readable(options.cu_seqlens):
+            return cast(Output, in_rows(self._whole, q, k, v, gate, options))
+        return self._extend(q, k, v, gate, None, options)[0]
+
+    def go_on(
+        self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: SoftmaxOptions
     ) -> tuple[Any, Any]:
-        """Continue from ``state`` by ``form``; see :meth:`Forms.extend`."""
         if not isinstance(state, PagedCache):
-            return super().extend(q, k, v, gate, state, form=form, **options)
-        given = SoftmaxOptions(**options)
-        check_softmax(given, q, gate)
+            return super().go_on(form, q, k, v, gate, state, options)
         state.check(q, k, v, gate)
         if form != REFERENCE and state.stores:
-            return self._step_pages(q, k, v, gate, state, given)
-        rows, new = self._extend_pages(q, k, v, gate, state, given)
+            return self._step_pages(q, k, v, gate, state, options)
+        rows, new = self._extend_pages(q, k, v, gate, state, options)
         if rows is None:
-            return super().extend(q, k, v, gate, None, form=form, **options)[0], new
-        return self._output(*rows, given, v.dtype), new
+            return super().go_on(form, q, k, v, gate, None, options)[0], new
+        return self._output(*rows, options, v.dtype), new
 
     def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
         """Pages for sequences of which such tokens are the first."""
@@ -126,11 +136,11 @@ class SoftmaxForms(Forms):
         return extend_carried(self, q, k, v, gate, state, options)
 
     def _extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Output, KVCache]:
-        q, k, v, gate, given = self._ready(q, k, v, gate, options)
-        o, lse, state = self._attend(q, k, v, gate, state, given)
-        return self._output(o, lse, given, v.dtype), state
+        q, k, v, gate = self._ready(q, k, v, gate, options)
+        o, lse, state = self._attend(q, k, v, gate, state, options)
+        return self._output(o, lse, options, v.dtype), state
 
     def fixed(
         self,
@@ -173,23 +183,20 @@ class SoftmaxForms(Forms):
         return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Gate, SoftmaxOptions]:
-        """The inputs without what does not exist, and the options."""
-        given = SoftmaxOptions(**options)
-        check_softmax(given, q, gate)
-        self.transition.check(gate)
-        if given.prune is not None and (self.transition.expands or gate.expands):
-            name = type(self.transition).__name__
-            raise ValueError(f"prune: expected None ({name} makes vectors longer), got {given.prune!r}")
-        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
-        if given.valid is not None:
-            q, k, v = existing(given.valid, q, k, v)
-        return q, k, v, gate, given
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor, Gate]:
+        """The inputs without what does not exist."""
+        if options.valid is None and options.cu_seqlens is None:
+            return q, k, v, gate
+        gate = self.separated(gate, q, options.valid, options.cu_seqlens)
+        if options.valid is not None:
+            q, k, v = existing(options.valid, q, k, v)
+        return q, k, v, gate
 
     def _output(self, o: Tensor, lse: Tensor | None, options: SoftmaxOptions, dtype: torch.dtype) -> Output:
         """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
-        o, lse = attend_with_sink(o, lse, options.sink)
+        if options.sink is not None:
+            o, lse = attend_with_sink(o, lse, options.sink)
         o = rearrange(o, "b h t v -> b t h v").to(dtype)
         return (o, rearrange(cast(Tensor, lse), "b h t -> b t h")) if options.return_lse else o
 

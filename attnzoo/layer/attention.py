@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -18,8 +19,8 @@ from attnzoo.forgetting.rules import Forgetting, room
 from attnzoo.forms.caches.inplace import MatrixMemory
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.factors import outputs, sub_tokens
-from attnzoo.forms.options import check_borders
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_borders
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer import fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import (
@@ -32,10 +33,10 @@ from attnzoo.layer.checks import (
     valid_tokens,
 )
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
+from attnzoo.layer.dispatch import IMPLS, chosen, run
 from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.fused_paged import serves, step
-from attnzoo.layer.gates import Sizes, build_gate, gate_classes
+from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
@@ -45,6 +46,8 @@ from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.precision import PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
+
+OWN_GATES = frozenset(GATES.values())
 
 
 class Attention(PreciseModule):
@@ -126,6 +129,15 @@ class Attention(PreciseModule):
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self.forget = None if forgetting is None else Forget(forgetting, config)
         self.picked: str | None = None  # the form that served the last call, and the device
+        # decided here, as no call changes it
+        self._heads = ((q_heads, K), (-1, K), (-1, V))
+        self._maps = tuple(
+            None if name == "identity" else FEATURE_MAPS[name]
+            for name in (config.feature_map, config.key_feature_map or config.feature_map)
+        )
+        self._own_gate: tuple[nn.Module, ...] = (
+            (self.gate,) if all(cls in OWN_GATES for cls in classes) else ()
+        )  # no second place of a module
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -208,26 +220,19 @@ class Attention(PreciseModule):
         check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
-        if cache is not None and not isinstance(cache, LayerCache):
-            raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
-        if cu_seqlens is not None:
-            if attention_mask is not None:
-                raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
-            if x.shape[0] != 1:
-                raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
-            check_borders(cu_seqlens, x)
-            if cache is None:
-                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))[0]
-            packing = Packing.of(cu_seqlens)
-            rows = packing.unpack(x)
-            stream = self._stream(rows, packing.valid, cache)
-            y, state = self._attend(rows, stream)
+        stream, packing = self._stream(x, cu_seqlens, attention_mask, cache)
+        rows = x if packing is None else packing.unpack(x)
+        if stream.valid is not None:
+            rows = rows.masked_fill(~stream.valid[..., None], 0.0)
+        projected = self._project(rows, stream)
+        o, state = self._core(projected, stream)
+        y = self._output(rows, projected.v, o)
+        if stream.valid is not None:
+            y = y.masked_fill(~stream.valid[..., None], 0.0)
+        if packing is not None:
             y = packing.pack(y, x.shape[1])
-        else:
-            past = () if cache is None else (cache.tokens, cache.seen, getattr(cache.state, "valid", None))
-            stream = self._stream(x, valid_tokens(attention_mask, x, *past), cache)
-            y, state = self._attend(x, stream)
-        stream.commit(self, x, state)
+        if cache is not None:
+            stream.commit(self, rows, state)
         return y
 
     def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
@@ -246,42 +251,76 @@ class Attention(PreciseModule):
         """
         return largest_score(self, dtype)
 
-    def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
+    def _stream(
+        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Stream, Packing | None]:
+        """The rows of a call, and how they are packed where a cache has them apart."""
+        shape = (x.shape[0], x.shape[1])
+        if cu_seqlens is None and attention_mask is None and cache is None:
+            return Stream(None, None, shape, x.device), None
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
+        if cu_seqlens is not None:
+            if attention_mask is not None:
+                raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
+            if x.shape[0] != 1:
+                raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
+            check_borders(cu_seqlens, x)
+            if cache is None:
+                return Stream(None, None, shape, x.device, cu_seqlens), None
+            packing = Packing.of(cu_seqlens)
+            cache.check(self, len(cu_seqlens) - 1, x)
+            return Stream(packing.valid, cache, (packing.index.shape[0], packing.index.shape[1]), x.device), packing
+        past = () if cache is None else (cache.tokens, cache.seen, getattr(cache.state, "valid", None))
+        valid = valid_tokens(attention_mask, x, *past)
         if cache is not None:
-            cache.check(self, x)
-        return Stream(valid, cache, (x.shape[0], x.shape[1]), x.device)
+            cache.check(self, x.shape[0], x)
+        return Stream(valid, cache, shape, x.device), None
 
-    def _attend(self, x: Tensor, stream: Stream) -> tuple[Tensor, Any]:
-        """y, and the state after it."""
-        valid, cache = stream.valid, stream.cache
-        if valid is not None:
-            x = x.masked_fill(~valid[..., None], 0.0)
-        projected = self._project(x, stream)
-        bound = None if self.prune is None or cache is None else cache.bound
-        if bound is None and self.prune is not None:
-            bound = self.logit_bound(projected.q.dtype)
-            if cache is not None:  # of the weights alone: true whether or not the call succeeds
-                cache.bound = bound
-        options = self._options(projected.write, valid, stream.cu_seqlens, bound)
+    def _core(self, projected: Projected, stream: Stream) -> tuple[Tensor, Any]:
+        """What the variant gives of a call, ``[B, T, H, V]``, and the state after it."""
+        q, gate, cache = projected.q, projected.gate, stream.cache
+        bound = None if self.prune is None else self._bound(cache, q.dtype)
+        options = self._options(projected.write, stream.valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set
-            pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
-            state = PagedCache.of(pages, eviction(self, cache.evict, pages, projected.q.dtype))
-        call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
-        form = chosen(self.variant, self.impl, call)
-        if not torch.compiler.is_compiling():
-            self.picked = f"{form} on {x.device.type}"
+            pages = forms.new_pages(q, projected.k, projected.v, gate)
+            state = PagedCache.of(pages, eviction(self, cache.evict, pages, q.dtype))
+        call = Call(q, projected.k, projected.v, gate, state, cache is not None, options)
+        form = self._form(call)
         if self.keep_carries and form == "triton" and cache is None:
-            call = replace(call, options={**call.options, "keep_carries": True})
+            call = replace(call, options=replace(options, keep_carries=True))  # type: ignore[type-var]
         if self.forget is None:
-            o, state = run(self.variant, form, call)
+            o, state = run(self.variant, form, call, checked=not self._makes_all())
         else:
             o, state = self.forget.run(self.variant, form, call, None if cache is None else self._policy(cache, call))
         if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
-            state = replace(state, tokens=len(state) - x.shape[1] * (self.keys_per_token - 1))
-        y = self._output(x, projected.v, o)
-        return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
+            state = replace(state, tokens=len(state) - stream.shape[1] * (self.keys_per_token - 1))
+        return o, state
+
+    def _form(self, call: Call) -> str:
+        """The form that serves a call, which is noted and said where it is another than before."""
+        if torch.compiler.is_compiling():
+            return chosen(self.variant, self.impl, call)
+        place = call.q.device.type
+        last = REFERENCE if place == "cpu" and self.picked == "reference on cpu" else ""
+        form = chosen(self.variant, self.impl, call, last)
+        self.picked = f"{form} on {place}"
+        return form
+
+    def _makes_all(self) -> bool:
+        """Whether all that the core gets is made by parts of this package, so that there is nothing to check."""
+        own = bool(self._own_gate) and self._own_gate[0] is self.gate and self.variant.own
+        return own and os.environ.get("ATTNZOO_VALIDATE") != "1"
+
+    def _bound(self, cache: LayerCache | None, dtype: torch.dtype) -> Tensor | None:
+        """What QK-norm promises of the logits; a cache keeps it, as the weights alone say it."""
+        if cache is None:
+            return self.logit_bound(dtype)
+        if cache.bound is None:
+            cache.bound = self.logit_bound(dtype)
+        return cache.bound
 
     def _policy(self, cache: LayerCache, call: Call) -> Policy:
         """By what the cache of a layer that forgets gives up keys."""
@@ -313,25 +352,20 @@ class Attention(PreciseModule):
         """Whether kernels over ``memory`` do all of a step but the products with weights, for x in ``dtype``."""
         return fused_recurrent.serves(self, memory, dtype) if isinstance(memory, MatrixMemory) else serves(self, memory)
 
-    def step_options(self, bound: Tensor | None) -> dict[str, Any]:
-        """What such a step is asked for by keyword; ``bound`` is that of the logits."""
+    def step_options(self, bound: Tensor | None) -> Options:
+        """What such a step is asked for; ``bound`` is that of the logits."""
         return self._options(None, None, None, bound)
 
-    def _options(
-        self, write: Write, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None
-    ) -> dict[str, Any]:
-        """What the core is asked for by keyword."""
-        delta_rule = isinstance(write, str)
+    def _options(self, write: Write, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None) -> Options:
+        """What the core is asked for."""
         if self.keys_per_token > 1:
             valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
             cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.keys_per_token
-        return given_options(
-            {
-                "scale": self.scale, "valid": valid, "cu_seqlens": cu_seqlens, "prune": self.prune,
-                "logit_bound": bound, "window": self.config.window, "sink": self.sinks,
-                "write": None if delta_rule else write, "delta_rule": delta_rule,
-            }
-        )  # fmt: skip
+        if self.variant.side == "softmax":
+            return SoftmaxOptions(self.scale, self.prune, bound, self.config.window, self.sinks, valid, cu_seqlens)
+        if isinstance(write, str):
+            return LinearOptions(self.scale, valid, cu_seqlens, delta_rule=True)
+        return LinearOptions(self.scale, valid, cu_seqlens, write)
 
     def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
         """From what the core gives, ``[B, T, H, V]``, to that of the layer, ``[B, T, D]``."""
@@ -362,15 +396,12 @@ class Attention(PreciseModule):
         return q, k, v
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
-        config = self.config
+        config, (of_q, of_k, of_v), (map_q, map_k) = self.config, self._heads, self._maps
         q, k, v = self.rows(x, stream)
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
-        q = q.unflatten(-1, (config.query_heads, config.key_dim))
-        k = k.unflatten(-1, (-1, config.key_dim))
-        v = v.unflatten(-1, (-1, config.v_dim))
-        q = FEATURE_MAPS[config.feature_map](q)
-        k = FEATURE_MAPS[config.key_feature_map or config.feature_map](k)
+        q, k, v = q.unflatten(-1, of_q), k.unflatten(-1, of_k), v.unflatten(-1, of_v)
+        q, k = q if map_q is None else map_q(q), k if map_k is None else map_k(k)
         if config.qk_norm == "l2":
             q, k = l2_normalize(q), l2_normalize(k)
         elif self.q_norm is not None and self.k_norm is not None:
@@ -378,14 +409,17 @@ class Attention(PreciseModule):
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
             q, k = rotate_all(phase, q, k)
-        k, v = by_factor(k, 2, self.keys_per_token), by_factor(v, 2, self.keys_per_token)
+        several = self.keys_per_token > 1
+        if several:
+            k, v = by_factor(k, 2, self.keys_per_token), by_factor(v, 2, self.keys_per_token)
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)
-        k = self.gate.keys(k, gate)
+        if type(self.gate).keys is not GateProjection.keys:
+            k = self.gate.keys(k, gate)
         if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
             gate = gate.neutral_where(~stream.valid)
-        if self.keys_per_token > 1:
+        if several:
             q, k, v, gate = sub_tokens(q, k, v, gate)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 

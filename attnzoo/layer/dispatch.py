@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +11,8 @@ from torch import Tensor
 from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.state import check_state
-from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
+from attnzoo.forms.options import Options
+from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, is_brief
 from attnzoo.kernels.common.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
 from attnzoo.registry import BUILT_IN, Variant, get
@@ -24,11 +24,6 @@ KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
 REFERENCES = ("chunk", "parallel", "recurrent")  # of whole sequences, the fastest first
 
 
-def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that ask for something: not None, not False."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
-
-
 def choose(variant: Variant, impl: str, call: Call) -> str:
     """The form to run: ``"triton"``, ``"fla"`` or ``"reference"``.
 
@@ -36,6 +31,9 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
         UnavailableError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
         ValueError: an option that no form of the variant can honour in this call.
     """
+    plain = impl == REFERENCE or (impl == "auto" and not on_gpu(call.q))
+    if plain and type(variant) is Variant and variant.own:
+        return REFERENCE  # it takes all options that a layer has
     if impl == "auto":
         if on_gpu(call.q):
             for form in KERNELS:
@@ -81,9 +79,15 @@ def _nearest(name: str) -> str:
     return f" (there is for {' and for '.join(able[max(able)])})" if able else ""
 
 
-def chosen(variant: Variant, impl: str, call: Call) -> str:
-    """What ``choose`` gives, said once per process, and what kept ``auto`` from anything faster."""
+def chosen(variant: Variant, impl: str, call: Call, last: str = "") -> str:
+    """What ``choose`` gives, said once per process, and what kept ``auto`` from anything faster.
+
+    Args:
+        last: what it gave and has said before, on a CPU.
+    """
     form = choose(variant, impl, call)
+    if form == last:
+        return form
     _say(f"{variant.name}: impl={impl!r} runs {form} on {call.q.device.type}")
     if form == REFERENCE and impl == "auto":
         lost = missed(variant, call)
@@ -108,21 +112,38 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
-    """Output ``[B, T, H, V]`` and the new state (None where none is kept)."""
-    inputs = call.q, call.k, call.v, call.gate
-    if call.keeps_state and form == REFERENCE:
-        o, state = variant.extend(*inputs, call.state, **call.options)
-        return o, state
-    if call.keeps_state:  # one token is too little work to check again what the layer itself has made
-        check_state(variant.side, call.state, *inputs)
+def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[Any, Any]:
+    """Output ``[B, T, H, V]`` and the new state (None where none is kept).
+
+    Args:
+        checked: False where the layer has made q, k, v and gate by its own parts, and the forms are this package's.
+    """
+    inputs, options = (call.q, call.k, call.v, call.gate), call.options
+    if call.keeps_state:
+        if checked and form == REFERENCE:
+            o, state = variant.extend(*inputs, call.state, **options)
+            return o, state
+        if call.state is not None:
+            check_state(variant.side, call.state, *inputs)
         with as_given(call.q):
-            return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
+            if variant.own:
+                forms = cast(Forms, variant.form_set)
+                given = options if isinstance(options, Options) else forms.OPTIONS(**options)
+                return forms.go_on(form, *inputs, call.state, given)
+            return variant.form_set.extend(*inputs, call.state, form=form, **options)
+    # torch 2.11's compiler takes is_exporting for true
+    if form == REFERENCE and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return exported(variant.name, _fastest(variant), *inputs, options), None
+    if not checked:
+        with as_given(call.q):
+            return cast(Forms, variant.form_set).whole(form, *inputs, options), None
     if form == REFERENCE:
-        form = next((name for name in REFERENCES if name in variant.forms), REFERENCE)
+        form = _fastest(variant)
         if form == REFERENCE:  # a third party's forms may have other names
-            return variant.extend(*inputs, **call.options)[0], None
-        # torch 2.11's compiler takes is_exporting for true
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            return exported(variant.name, form, *inputs, call.options), None
-    return variant.forms[form](*inputs, **call.options), None
+            return variant.extend(*inputs, **options)[0], None
+    return variant.forms[form](*inputs, **options), None
+
+
+def _fastest(variant: Variant) -> str:
+    """The reference form of whole sequences that a layer runs."""
+    return next((name for name in REFERENCES if name in variant.forms), REFERENCE)

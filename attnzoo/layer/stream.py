@@ -90,8 +90,8 @@ class LayerCache:
         there = self.seen.clamp(max=tokens) if valid is None else valid.sum(1)
         return replace(self, state=state, seen=there)
 
-    def check(self, layer: nn.Module, x: Tensor) -> None:
-        """``layer`` can go on from here with the rows ``x [B, T, D]``.
+    def check(self, layer: nn.Module, rows: int, x: Tensor) -> None:
+        """``layer`` can go on from here with so many ``rows`` of the dtype and device of ``x``.
 
         Raises:
             ValueError: the cache is another layer's, or holds another batch, dtype or device.
@@ -102,8 +102,8 @@ class LayerCache:
             raise ValueError(f"cache: expected what new_cache() of this very layer gave, got that {got}")
         if self.seen is None:
             return
-        if len(self.seen) != x.shape[0]:
-            raise ValueError(f"cache: expected {len(self.seen)} rows as in the calls before, got {x.shape[0]}")
+        if len(self.seen) != rows:
+            raise ValueError(f"cache: expected {len(self.seen)} rows as in the calls before, got {rows}")
         if self.dtype != x.dtype or self.seen.device != x.device:
             before, now = f"{self.dtype} on {self.seen.device}", f"{x.dtype} on {x.device}"
             raise ValueError(f"cache: expected x in {before} as in the calls before, got {now}")

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import generate, measure
+from attnzoo.benchmarks import generate, host, measure
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
@@ -43,6 +43,7 @@ def test_cpu_times_every_linear_variant_and_fox() -> None:
     rows = [line.split("|")[1].strip() for line in ran.output.splitlines() if line.startswith("| ")]
     assert [row for row in rows if row in list_variants()] == [*list_variants("linear")]
     assert [row for row in rows if row.startswith("mean decay")]
+    assert [row for row in rows if row.startswith("`")] == [f"`{name}`" for name in ("LlamaAttention", *host.LAYERS)]
 
 
 def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends.fla_tuning import shorten, will_run
 from attnzoo.forms.caches.state import RecurrentState
-from attnzoo.forms.options import LinearOptions, check_linear, existing
+from attnzoo.forms.options import LinearOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.kernels.common.device import (
     HAS_TRITON,
@@ -163,33 +163,27 @@ Operation = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # the output, an
 def fla_kernel(operation: Operation) -> Kernel:
     """The form of an operation: whole sequences, packed or padded, and continuing from a state."""
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, valid: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
         """flash-linear-attention's chunk kernels; see :class:`~attnzoo.forms.options.LinearOptions`."""
-        given = LinearOptions(scale, valid, cu_seqlens, write, delta_rule)
         o: Tensor = _run(operation, Call(q, k, v, gate), given)[0]
         return o
 
     def extend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, *, scale: float | None = None,
-        valid: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
-    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, given: LinearOptions
+    ) -> tuple[Tensor, RecurrentState]:
         """The same after a state."""
-        given = LinearOptions(scale, valid, None, write, delta_rule)
         o, matrix = _run(operation, Call(q, k, v, gate, state, keeps_state=True), given)
         seen = 0 if state is None else len(state)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
-    return Kernel(run, extend, fla_unavailable, explain=_explained)
+    honours = frozenset(LinearOptions.__match_args__)
+    return Kernel(run, extend, fla_unavailable, explain=_explained, honours=honours)
 
 
 @untraced  # as the peer's functions are: one break, and not in the midst of its kernels
 def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
     q, k, v, gate = call.q, call.k, call.v, call.gate
-    check_linear(given, q, k, gate)
-    reason = fla_unavailable(Call(q, k, v, gate, options={"delta_rule": given.delta_rule}))
+    reason = fla_unavailable(Call(q, k, v, gate, options=given))
     if reason:
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
     write = given.write

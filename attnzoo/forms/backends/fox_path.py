@@ -20,10 +20,11 @@ from attnzoo.algebra.values import records
 from attnzoo.forms.caches.inplace import Rows
 from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
+from attnzoo.forms.options import SoftmaxOptions, existing, separated
 from attnzoo.forms.protocol import Call, Kernel
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
+HONOURED = frozenset(SoftmaxOptions.__match_args__) - {"keep_carries"}  # by all of these kernels
 Part = TypeVar("Part", Tensor, Tensor | None)
 
 
@@ -49,25 +50,12 @@ def fox_kernel(forms: Additive) -> Kernel:
         forms: fold the gate's matrix part into q and k, and make the cache with the new tokens.
     """
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
-        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
-        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
-    ) -> Output:  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
-        given, receivers = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse), None
-        if valid is None:
+        receivers = None
+        if given.valid is None:
             q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
         return attend(q, k, v, gate, None, given, receivers)[0]
-
-    def extend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
-        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
-        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
-    ) -> tuple[Output, KVCache]:  # fmt: skip
-        """The same over a cache."""
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
-        return attend(q, k, v, gate, state, given)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
@@ -77,7 +65,6 @@ def fox_kernel(forms: Additive) -> Kernel:
         from attnzoo.kernels.fox import fox_attention
 
         kernel: Callable[..., Output] = fox_attention
-        check_softmax(given, q, gate)
         _refuse_both(given)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)
@@ -128,7 +115,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "angle"}))
+    return Kernel(run, attend, refuses, explain, parts=frozenset({"log_decay", "angle"}), honours=HONOURED)
 
 
 def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
@@ -151,25 +138,17 @@ def path_kernel() -> Kernel:
     no mass at all. It has no gradient. The state that is given stays as it was.
     """
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
-        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
-        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
-        keep_carries: bool = False,
-    ) -> Output:  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
         """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
-        return whole_path(q, k, v, gate, given, keep_carries=keep_carries)
+        return whole_path(q, k, v, gate, given)
 
     def extend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
-        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
-        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
-    ) -> tuple[Output, KVCache]:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
+    ) -> tuple[Output, KVCache]:
         from attnzoo.kernels.path import carry_keys, path_extend, refuse_gradients
 
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
         q, k, v, gate = step_inputs(q, k, v, gate, given)
+        valid = given.valid
         w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
         heads = 0 if a is None else q.shape[2]  # channels decay for each query head, and keys have a copy for each
 
@@ -185,11 +164,11 @@ def path_kernel() -> Kernel:
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), values, single(gates), there, scale,
-            log_diag=a, window=window, sink=sink, return_lse=True,
+            q, k, w, beta, state.k.float(), values, single(gates), there, given.scale,
+            log_diag=a, window=given.window, sink=given.sink, return_lse=True,
         )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
-        return (o, lse) if return_lse else o, after
+        return (o, lse) if given.return_lse else o, after
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.path import triton_unavailable
@@ -225,14 +204,14 @@ def path_kernel() -> Kernel:
         return CarriedMemory.like(state, rows, tokens, device)
 
     parts = frozenset({"log_decay", "log_diag", "w", "beta"})
-    return Kernel(run, extend, refuses, explain, fixed=fixed, parts=parts)
+    honours = HONOURED | {"keep_carries"}
+    return Kernel(run, extend, refuses, explain, fixed=fixed, parts=parts, honours=honours)
 
 
 def step_inputs(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor, Gate]:  # fmt: skip
-    """The checked inputs of a step that multiplies the cached keys: a gate per token, and nothing at absent tokens."""
-    check_softmax(given, q, gate)
+    """The inputs of a step that multiplies the cached keys: a gate per token, and nothing at absent tokens."""
     if given.valid is not None:
         q, k, v = existing(given.valid, q, k, v)
     return q, k, v, separated(gate.per_token(q), q, given.valid, None).map(single)
@@ -244,15 +223,13 @@ def single(part: Part) -> Part:
 
 
 def whole_path(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None,
-    keep_carries: bool = False,
-) -> Output:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None
+) -> Output:
     """Whole sequences through the kernels of PaTH; without ``valid`` they take receivers (``path_attention``)."""
     from attnzoo.kernels.path import path_attention
 
-    check_softmax(given, q, gate)
     gate = gate.per_token(q).map(single)
-    attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=keep_carries)
+    attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=given.keep_carries)
     return on_whole(attention, q, k, v, given, **{name: getattr(gate, name) for name in gate.parts})
 
 

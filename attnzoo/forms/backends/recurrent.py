@@ -8,37 +8,32 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends.fox_path import records_any
 from attnzoo.forms.caches.state import RecurrentState
-from attnzoo.forms.options import LinearOptions, check_linear
+from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Call, Kernel
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, valid: Tensor | None = None,
-    write: Tensor | None = None, delta_rule: bool = False,
-) -> Tensor:  # fmt: skip
+def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
     """The fused recurrence (``attnzoo.kernels.linear``) over short sequences, without a gradient.
 
     Raises:
         UnavailableError: more tokens than it serves, or a gradient is expected.
     """
-    reason = refuses(Call(q, k, v, gate, options={"write": write}))
+    reason = refuses(Call(q, k, v, gate, options=given))
     if reason:
         raise UnavailableError(f"form 'triton': {reason}; use the 'chunk' form")
-    return extend(q, k, v, gate, None, scale=scale, valid=valid, write=write, delta_rule=delta_rule)[0]
+    return extend(q, k, v, gate, None, given)[0]
 
 
 def extend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, *, scale: float | None = None,
-    valid: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
-) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, given: LinearOptions
+) -> tuple[Tensor, RecurrentState]:
     """The same after a state."""
     from attnzoo.kernels.linear import linear_steps
 
-    check_linear(LinearOptions(scale, valid, None, write, delta_rule), q, k, gate)
     past, seen = (None, 0) if state is None else (state.matrix.float(), len(state))
-    write = gate.beta if delta_rule else write
+    write = gate.beta if given.delta_rule else given.write
     in_place = state is not None and state.disposable
-    o, matrix = linear_steps(q, k, v, gate, past, scale=scale, write=write, valid=valid, in_place=in_place)
+    o, matrix = linear_steps(q, k, v, gate, past, scale=given.scale, write=write, valid=given.valid, in_place=in_place)
     return o, RecurrentState(matrix, seen + q.shape[1])
 
 
@@ -58,4 +53,5 @@ def explain(call: Call) -> tuple[str, str]:
 
 
 PARTS_READ = frozenset({"log_decay", "log_diag", "angle", "w", "beta"})
-FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True, parts=PARTS_READ)
+HONOURED = frozenset(LinearOptions.__match_args__) - {"cu_seqlens"}
+FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True, parts=PARTS_READ, honours=HONOURED)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.values import records
 from attnzoo.forms.backends.fox_path import (
+    HONOURED,
     NO_GRADIENT,
     Output,
     expects_gradient,
@@ -22,7 +22,7 @@ from attnzoo.forms.backends.fox_path import (
     step_inputs,
 )
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
 
@@ -40,24 +40,17 @@ def wall_kernel() -> Kernel:
     The state that is given stays as it was.
     """
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
-        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
-        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
-    ) -> Output:  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
         """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         return whole_wall(q, k, v, gate, given)
 
     def extend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
-        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
-        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
-    ) -> tuple[Output, KVCache]:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
+    ) -> tuple[Output, KVCache]:
         from attnzoo.kernels.path import refuse_gradients
 
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
         q, k, v, gate = step_inputs(q, k, v, gate, given)
+        valid = given.valid
         a, H, T = cast(Tensor, gate.log_diag), q.shape[2], q.shape[1]
         if state is None or not len(state):
             return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
@@ -65,9 +58,9 @@ def wall_kernel() -> Kernel:
         parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         g, there = parts.get("log_decay"), parts.get("valid")
         seen = KVCache(state.k.float(), expand_heads(parts["v"], H), single(g), there)
-        at_once = window is None and (T > WALL_STEPS or (T > 1 and valid is None))
+        at_once = given.window is None and (T > WALL_STEPS or (T > 1 and valid is None))
         o, lse, keys = (_tokens_at_once if at_once else _token_by_token)(q, k, v, gate, seen, given)
-        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
+        return (o, lse) if given.return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.wall import triton_unavailable
@@ -93,7 +86,8 @@ def wall_kernel() -> Kernel:
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    return Kernel(run, extend, refuses, explain, parts=frozenset({"log_decay", "log_diag"}))
+    parts = frozenset({"log_decay", "log_diag"})
+    return Kernel(run, extend, refuses, explain, parts=parts, honours=HONOURED)
 
 
 def _window(call: Call) -> bool:
@@ -104,7 +98,6 @@ def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOption
     """Whole sequences through the kernels of Wall."""
     from attnzoo.kernels.wall import wall_attention
 
-    check_softmax(given, q, gate)
     gate = gate.per_token(q).map(single)
     return on_whole(wall_attention, q, k, v, given, log_diag=gate.log_diag, log_decay=gate.log_decay)
 
