@@ -7,10 +7,11 @@ For a block of rows that starts after key p the logits are
 (and :math:`b_j = -c_j` inside the block). :math:`c_i` is constant in its row, so it only moves the log-sum-exp, and
 :math:`b_j` rides along as one more key channel against a query channel of ones: the fused kernel needs no mask,
 and the gradient of that channel is the gradient of the gate. All sums are relative to p, so they stay
-accurate at any length. The parts left of the block and inside it are merged by their log-sum-exps, and each
-part's backward runs with the merged one. Heads with closed or strong gates see few keys; they take plain operations,
-and so do windows. The fused kernel has first derivatives only: where a gradient is to have a gradient itself, it comes
-from plain operations too.
+accurate at any length. So is the gradient of a gate, which sums up the pairs on whose way it lies: a channel of ones in
+the keys, against zeros, gives the sums of rows. The parts left of the block and inside it are merged by their
+log-sum-exps, and each part's backward runs with the merged one. Heads with closed or strong gates see few keys; they
+take plain operations, and so do windows. The fused kernel has first derivatives only: where a gradient is to have a
+gradient itself, it comes from plain operations too.
 """
 
 from __future__ import annotations
@@ -244,17 +245,17 @@ class _RowBlocks(torch.autograd.Function):
             o[..., V] = -plan.rows_of(grads[1][..., None])[..., 0]
             do[..., V] = 1.0
         dq, dk, dv = plan.inside_backward(do, o, lse)
+        dg = plan.within(-dk[..., K])
         for n, first, stop in plan.before():
             dq_part, dk_part, dv_part = plan.attend_backward(n, first, stop, do, o, lse)
+            dg[:, :, first + 1 : stop] += running_sum(dk_part[..., K], -1, torch.float64)[..., :-1]
             dq[:, :, n] += dq_part
             dk[:, :, first:stop] += dk_part
             dv[:, :, first:stop] += dv_part
-        # the logits hold -c_j; the row side of c moves nothing but the log-sum-exp, softmax is invariant to it
-        dc = -dk[:, :, :S, K].double()
-        if ctx.with_lse:
-            dc[:, :, S - T :] += grads[1]
-        dg = sum_to_the_end(dc, -1).to(log_decay.dtype)
-        return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None, None
+        dq = dq.flatten(2, 3)
+        dg[:, :, plan.past :] += plan.within(F.pad(dq[..., K + 1], (plan.past, 0)))[:, :, plan.past :]
+        dg = dg[..., :S].to(log_decay.dtype)
+        return dq[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None, None
 
 
 class _Plan:
@@ -266,12 +267,13 @@ class _Plan:
     ) -> None:  # fmt: skip
         self.T, self.K, self.rows, self.first_kept = q.shape[2], q.shape[3], rows, first_kept
         self.past = k.shape[2] - self.T
-        width = -(-max(self.K + 1, v.shape[3] + with_lse) // 8) * 8
+        width = -(-max(self.K + 2, v.shape[3] + with_lse) // 8) * 8
         filler = -self.T % rows
         q = _widen(q, width)
         q[..., self.K] = 1.0
         self.q = self.rows_of(q)  # [B, H, N, C, width]
         self.k = F.pad(_widen(k, width), (0, 0, 0, filler))
+        self.k[..., self.K + 1] = 1.0
         self.v = F.pad(_widen(v, width), (0, 0, 0, filler))
         # a closed gate is in the past here, and first_kept lies behind it: it may count as open
         gates = log_decay.masked_fill(is_closed(log_decay), 0.0)
@@ -287,6 +289,11 @@ class _Plan:
     def own(self, x: Tensor) -> Tensor:
         """The keys of the row blocks themselves, ``[B, H, N, C, ...]``."""
         return rearrange(x[:, :, self.past :], "b h (n c) ... -> b h n c ...", c=self.rows)
+
+    def within(self, x: Tensor) -> Tensor:
+        """The sum of ``x [B, H, S + filler]`` from each key of a row block to its last, in float64; 0 before them."""
+        blocks = x[..., self.past :].double().unflatten(-1, (-1, self.rows))
+        return F.pad(sum_to_the_end(blocks, -1).flatten(-2), (self.past, 0))
 
     def before(self) -> Iterator[tuple[int, int, int]]:
         """(block, first key, end) of the keys left of each block."""

@@ -1,0 +1,57 @@
+"""The gradient of the gates in float32: as exact after many tokens as after few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo import Gate, get
+
+K = 16
+
+
+def inputs_of(T: int, mean: float, seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """q, k, v and log gates ``[1, T, 1, ...]``, unit vectors, and the gradient of the output, in float32's numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, grad, w = (torch.randn(1, T, 1, K, generator=generator).double() for _ in range(5))
+    g = -mean * torch.empty(1, T, 1).exponential_(generator=generator).double()
+    return [x.float().double() for x in (q, k, v, g)], F.normalize(w, dim=-1), grad.float().double()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, g: Tensor, sink: bool) -> Tensor:
+    """The whole matrix of one head, in float64."""
+    c = g[0, :, 0].cumsum(0)
+    logits = q[0, :, 0] @ k[0, :, 0].mT * K**-0.5 + c[:, None] - c
+    logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    logits = F.pad(logits, (0, 1), value=0.0 if sink else -torch.inf)
+    return (logits.softmax(-1)[:, :-1] @ v[0, :, 0])[None, :, None]
+
+
+def gradient_of_gates(name: str, x: list[Tensor], w: Tensor, grad: Tensor, sink: bool) -> Tensor:
+    q, k, v, g = (y.clone().requires_grad_() for y in x)
+    options = {"sink": torch.zeros(1, dtype=g.dtype)} if sink else {}
+    if name == "dense":
+        o = dense(q, k, v, g, sink)
+    elif name == "path_fox":  # the same function where nothing is erased
+        nothing = Gate(log_decay=g, w=w.to(g.dtype), beta=torch.zeros(w.shape[:3], dtype=g.dtype))
+        o = get(name).forms["parallel"](q, k, v, nothing, **options)
+    else:
+        o = get(name).forms["parallel"](q, k, v, Gate(log_decay=g), **options)
+    return torch.autograd.grad(o, g, grad.to(o.dtype))[0]
+
+
+@pytest.mark.parametrize(("T", "mean", "sink"), [
+    (300, 1e-3, False), (1024, 0.05, False), (1024, 0.05, True), (2048, 0.05, False), (4096, 0.05, False),
+])  # fmt: skip
+def test_the_gradient_of_foxs_gates_is_as_exact_as_that_of_path_fox(T: int, mean: float, sink: bool) -> None:
+    """But for the rounding of the output, by which the fused kernel knows the sum of a row."""
+    errors: dict[str, list[float]] = {"fox": [], "path_fox": []}
+    for seed in range(3 if T < 2048 else 1):
+        x, w, grad = inputs_of(T, mean, seed)
+        exact = gradient_of_gates("dense", x, w, grad, sink)
+        for name, found in errors.items():
+            got = gradient_of_gates(name, [y.float() for y in x], w, grad, sink)
+            found.append(float((got.double() - exact).norm() / exact.norm()))
+    assert max(errors["fox"]) <= 2 * max(errors["path_fox"]), errors
