@@ -20,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.benchmarks.fox import PRUNE, Inputs, draw, official_module
+from attnzoo.benchmarks.attention import Inputs
+from attnzoo.benchmarks.fox import PRUNE, draw, official_module
 from attnzoo.benchmarks.measure import (
     Result,
     copy_bandwidth,
     keeper,
     load_peer,
     machine,
+    markdown,
     milliseconds,
     not_measured,
     relative,
@@ -114,14 +116,14 @@ def table(result: Result) -> str:
         f"Copy bandwidth {result['bandwidth']:.2f} TB/s; the floor reads all of k and v at that rate.",
         *not_measured(result["missing"]),
         "",
-        "| (B, H, cached, K) | | ms | floor / time | error |",
-        "|---|---|---|---|---|",
     ]
-    for r in result["rows"]:
-        shape = tuple(r[n] for n in "BHSK")
-        ms = f"{r['ms']:.3f} | {r['of_floor']:.2f}" if "ms" in r else f"{r.get('failed', 'wrong: not timed')} | -"
-        lines.append(f"| {shape} | {r['name']} | {ms} | {r.get('error', math.nan):.1e} |")
-    return "\n".join(lines) + "\n"
+
+    def cells(r: Result) -> list[object]:
+        times = [f"{r['ms']:.3f}", f"{r['of_floor']:.2f}"] if "ms" in r else [r.get("failed", "wrong: not timed"), "-"]
+        return [tuple(r[n] for n in "BHSK"), r["name"], *times, f"{r.get('error', math.nan):.1e}"]
+
+    columns = ("(B, H, cached, K)", "", "ms", "floor / time", "error")
+    return "\n".join([*lines, *markdown(columns, map(cells, result["rows"]))]) + "\n"
 
 
 def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> None:

@@ -16,6 +16,7 @@ time proportional to what is kept.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -23,7 +24,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,11 +34,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks import attention
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_peer
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
     chosen,
-    decay_lengths,
     error_lines,
     few_heads,
     headline,
@@ -46,11 +47,8 @@ from attnzoo.benchmarks.measure import (
     load_peer,
     machine,
     not_measured,
-    of_kv_heads,
     race,
-    relative,
     save,
-    timing,
 )
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
@@ -60,54 +58,7 @@ LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice th
 PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
 
-@dataclass
-class Inputs:
-    """Tensors of one shape: [B, T, H, K] (ours) and [B, H, T, K] (head_first), log gates likewise; k and v may have
-    fewer heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    do: Tensor
-
-    def head_first(self) -> Inputs:
-        return Inputs(*(x.detach().transpose(1, 2).contiguous() for x in (self.q, self.k, self.v, self.g, self.do)))
-
-    def leaves(self) -> list[Tensor]:
-        return [x.requires_grad_() for x in (self.q, self.k, self.v, self.g)]
-
-
-@dataclass
-class Contender:
-    """A kernel that is timed; ``head_first``: on [B, H, T, K]."""
-
-    name: str
-    call: Callable[[Inputs], Tensor]
-    head_first: bool = False
-    shares: bool = False  # takes fewer key heads than query heads
-    gate: bool = True  # False: computes plain softmax attention
-    lengths: tuple[int, ...] = ()  # time it at these T only (it compiles for minutes)
-
-    def attend(self, x: Inputs) -> Tensor:
-        """Its output, of inputs as it takes them but for k and v, which it gets repeated where it needs them so."""
-        heads = 1 if self.head_first else 2
-        n = x.q.shape[heads] // x.k.shape[heads]
-        if n > 1 and not self.shares:
-            x = replace(x, k=x.k.repeat_interleave(n, heads), v=x.v.repeat_interleave(n, heads))
-        return self.call(x)
-
-
-def draw(B: int, H: int, T: int, K: int, seed: int = 0, *, kv_heads: int | None = None, device: str = "cuda") -> Inputs:
-    """Normed q [B, T, H, K] and k, and gates of which three quarters are local (``decay_lengths``); k and v have
-    ``kv_heads`` heads (None: H)."""
-    G = kv_heads or H
-    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).to(device)
-    torch.manual_seed(seed)
-    q, k, v, do = (torch.randn(B, T, n, K, device=device) for n in (H, G, G, H))
-    g = -2 * torch.rand(B, T, H, device=device) / tau
-    q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
-    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, do.bfloat16())
+draw = functools.partial(attention.draw, parts="g")
 
 
 def official_module(path: Path | None) -> Any:
@@ -130,6 +81,7 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
     found: list[Contender] = []
     missing: list[str] = []
+    apart: dict[str, Any] = {"head_first": True, "shares": False}
 
     def ours(prune: Prune | None) -> Callable[[Inputs], Tensor]:
         return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
@@ -141,10 +93,10 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
 
         return call
 
-    found.append(Contender("ours", ours(None), shares=True))
-    found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound]), shares=True) for bound in PRUNE]
-    found.append(Contender("SDPA cuDNN (no gate)", sdpa(SDPBackend.CUDNN_ATTENTION), True, gate=False))
-    found.append(Contender("SDPA FlashAttention (no gate)", sdpa(SDPBackend.FLASH_ATTENTION), True, gate=False))
+    found.append(Contender("ours", ours(None)))
+    found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
+        found.append(Contender(f"SDPA {name} (no gate)", sdpa(backend), "q k v", **apart))
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
     if kernel is not None:
 
@@ -161,21 +113,21 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
             return call
 
         found += [
-            Contender("official", official_call(False), True),
-            Contender("official, pruned", official_call(True), True),
+            Contender("official", official_call(False), **apart),
+            Contender("official, pruned", official_call(True), **apart),
         ]
     parallel = load_peer(
         "FLA", lambda: importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn, missing
     )
     if parallel is not None:
-        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g), shares=True))
+        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
     gated = load_peer("flash-sparse-attn", flash_sparse, missing)
     if gated is not None:
         found += [
-            Contender("flash-sparse-attn", lambda x: gated(x, 0.0), lengths=(16384,)),
-            Contender("flash-sparse-attn, skipping", lambda x: gated(x, None), lengths=(16384,)),
+            Contender("flash-sparse-attn", lambda x: gated(x, 0.0), shares=False, lengths=(16384,)),
+            Contender("flash-sparse-attn, skipping", lambda x: gated(x, None), shares=False, lengths=(16384,)),
         ]
-    found.append(Contender("FlexAttention", FlexFox(), True, lengths=(16384,)))
+    found.append(Contender("FlexAttention", FlexFox(), **apart, lengths=(16384,)))
     return found, missing
 
 
@@ -238,24 +190,11 @@ class FlexFox:
 def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
     heads, kv_heads = few_heads(shared)
-    x = draw(1, heads, T, K, kv_heads=kv_heads)
-    wide = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    exact = fox_reference(wide[0], wide[1], wide[2], log_decay=wide[3] if peer.gate else None)
-    grads = torch.autograd.grad(exact, wide if peer.gate else wide[:3], x.do.double())
-    y = x.head_first() if peer.head_first else x
-    leaves = y.leaves()[: 4 if peer.gate else 3]
-    o = peer.attend(y)
-    got = [o, *torch.autograd.grad(o, leaves, y.do)]
-    if peer.head_first:
-        got = [t.transpose(1, 2) for t in got]
-    names = ("o", "dq", "dk", "dv", "dg")
-    return {n: relative(a, b) for n, a, b in zip(names, got, [exact, *grads], strict=False)}
 
+    def exact(x: Inputs) -> Tensor:
+        return fox_reference(x.q, x.k, x.v, log_decay=x.g if peer.reads("g") else None)
 
-def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
-    """Median milliseconds of forward (no grad) and of forward + backward."""
-    y = x.head_first() if peer.head_first else x
-    return timing(lambda: peer.attend(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
+    return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
 
 
 def measure(
@@ -321,32 +260,18 @@ def table(result: Result) -> str:
     ]
     if "kv_heads" in result:
         lines.append("Each call of a kernel that cannot share keys, as ours and FLA do, repeats k and v.")
-    lines.append("")
-    for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
-        rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
-        both = {r["name"]: r["both_ms"] for r in rows}
-        kept = ", ".join(f"{bound} {share:.3f}" for bound, share in rows[0]["kept"].items())
-        shares = {f"ours, pruned ({b})": share * both.get("ours", 0.0) for b, share in rows[0]["kept"].items()}
-        lines += [
-            f"### (B, H, T, K) = {shape}{of_kv_heads(result)}; blocks kept: {kept}",
-            "",
-            "| | forward ms | fwd+bwd ms | nominal TFLOP/s | of matmul | over its share | x official "
-            "| x official, pruned |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for r in rows:
-            ratios = [f"{both[o] / r['both_ms']:.2f}" if o in both else "-" for o in ("official", "official, pruned")]
-            share = shares.get(r["name"])
-            cells = (
-                r["name"],
-                f"{r['forward_ms']:.2f}",
-                f"{r['both_ms']:.2f}",
-                r["both_tflops"],
-                f"{r['of_matmul']:.2f}",
-                f"{r['both_ms'] / share:.3f}" if share else "-",
-            )
-            lines.append("| " + " | ".join(str(cell) for cell in (*cells, *ratios)) + " |")
-        lines.append("")
+
+    def cells(r: Result, both: dict[str, float]) -> list[object]:
+        share = r["kept"].get(r["name"].removeprefix("ours, pruned (").removesuffix(")"), 0.0) * both.get("ours", 0.0)
+        times = [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", r["both_tflops"], f"{r['of_matmul']:.2f}"]
+        over = f"{r['both_ms'] / share:.3f}" if share else "-"
+        return [*times, over, *(ratio(both.get(o), r["both_ms"]) for o in ("official", "official, pruned"))]
+
+    def kept(r: Result) -> str:
+        return "; blocks kept: " + ", ".join(f"{bound} {share:.3f}" for bound, share in r["kept"].items())
+
+    columns = ("forward ms", "fwd+bwd ms", "nominal TFLOP/s", "of matmul", "over its share")
+    lines += ["", *shape_tables(result, (*columns, "x official", "x official, pruned"), cells, kept)]
     return "\n".join([*lines, *error_lines(result, ("o", "dq", "dk", "dv", "dg"))]) + "\n"
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, not_measured, save
+from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, markdown, not_measured, save
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
@@ -44,7 +44,7 @@ EVICT = math.exp(-10.0)
 
 
 @dataclass(frozen=True)
-class Contender:
+class TimedModel:
     """A model to generate with.
 
     Args:
@@ -68,27 +68,27 @@ class Contender:
 
 PRO = {"block": "pro", "acp": True}
 OURS = (
-    Contender("FoX (Pro) + ACP", "fox", PRO),
-    Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
-    Contender("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
-    Contender("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
-    Contender("FoX (Pro), fused", "fox", {"block": "pro"}, fuse=True),
-    Contender("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
-    Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
-    Contender("RoPE", "rope"),
-    Contender("PaTH-FoX", "path_fox"),
-    Contender("PaTH-FoX (Pro) + ACP, fused", "path_fox", PRO, fuse=True),
-    Contender("PaTH-FoX (Pro) + ACP, evicting, fused", "path_fox", PRO, EVICT, fuse=True),
-    Contender("Mamba-2", "mamba2", fuse=True),
-    Contender("Gated DeltaNet", "gated_deltanet", fuse=True),
+    TimedModel("FoX (Pro) + ACP", "fox", PRO),
+    TimedModel("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
+    TimedModel("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
+    TimedModel("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
+    TimedModel("FoX (Pro), fused", "fox", {"block": "pro"}, fuse=True),
+    TimedModel("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
+    TimedModel("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
+    TimedModel("RoPE", "rope"),
+    TimedModel("PaTH-FoX", "path_fox"),
+    TimedModel("PaTH-FoX (Pro) + ACP, fused", "path_fox", PRO, fuse=True),
+    TimedModel("PaTH-FoX (Pro) + ACP, evicting, fused", "path_fox", PRO, EVICT, fuse=True),
+    TimedModel("Mamba-2", "mamba2", fuse=True),
+    TimedModel("Gated DeltaNet", "gated_deltanet", fuse=True),
 )
 PEERS = (  # of transformers
-    Contender("Llama, dynamic cache", "llama", compile=False),
-    Contender("Llama, static cache, compiled", "llama"),
+    TimedModel("Llama, dynamic cache", "llama", compile=False),
+    TimedModel("Llama, static cache, compiled", "llama"),
 )
 
 
-def build(contender: Contender, device: str = "cuda", **sizes: Any) -> LanguageModel:
+def build(contender: TimedModel, device: str = "cuda", **sizes: Any) -> LanguageModel:
     """Random weights in bfloat16, and gates as in trained models."""
     torch.manual_seed(0)
     config = ModelConfig(attention=contender.attention, attention_options=contender.options, **{**SIZES, **sizes})
@@ -148,7 +148,7 @@ def _pages(state: PagedCache, tokens: int) -> PagedCache:
     return PagedCache.of(pool, state.evict, tokens=tokens, phase=state.phase, angle=state.angle)
 
 
-def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens: int, steps: int) -> Generator:
+def generator_of(model: LanguageModel, contender: TimedModel, batch: int, tokens: int, steps: int) -> Generator:
     """A generator whose rows all have ``tokens`` tokens behind them."""
     generator = Generator(
         model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
@@ -180,7 +180,7 @@ def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: 
     return (time.perf_counter() - start) / steps * 1e3
 
 
-def measure(model: LanguageModel, contender: Contender, batch: int, tokens: int) -> dict[str, Any]:
+def measure(model: LanguageModel, contender: TimedModel, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds per token (of all rows at once), memory of the cache, and the share of keys kept."""
     generator = generator_of(model, contender, batch, tokens, STEPS + WARM + 2)
     kept = [cache.memory.kept(0) for cache in generator.batch.caches]
@@ -240,14 +240,14 @@ def table(result: Result) -> str:
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, {m['date']}; bf16, {result['sizes']}.",
         *not_measured(result["missing"]),
         "",
-        "| batch | cached tokens | | ms per token | GB of cache | keys kept |",
-        "|---|---|---|---|---|---|",
     ]
-    for r in result["rows"]:
-        ms = f"{r['ms']:.2f} | {r['cache_gb']:.2f}" if "ms" in r else f"{r['failed']} | -"
-        kept = f"{r['kept']:.0%}" if "kept" in r else "-"
-        lines.append(f"| {r['batch']} | {r['tokens']} | {r['name']} | {ms} | {kept} |")
-    return "\n".join(lines) + "\n"
+
+    def cells(r: Result) -> list[object]:
+        measured = [f"{r['ms']:.2f}", f"{r['cache_gb']:.2f}"] if "ms" in r else [r["failed"], "-"]
+        return [r["batch"], r["tokens"], r["name"], *measured, f"{r['kept']:.0%}" if "kept" in r else "-"]
+
+    columns = ("batch", "cached tokens", "", "ms per token", "GB of cache", "keys kept")
+    return "\n".join([*lines, *markdown(columns, map(cells, result["rows"]))]) + "\n"
 
 
 def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[str], seconds: float) -> None:

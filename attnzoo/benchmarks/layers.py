@@ -42,8 +42,8 @@ SLACK = 2**-7  # relative error that any layer in bfloat16 may have: two roundin
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A layer.
+class TimedLayer:
+    """A layer that is timed.
 
     Args:
         name: in print.
@@ -57,32 +57,32 @@ class Contender:
 
 
 @dataclass
-class Inputs:
-    """What a layer is given, ``[B, T, H K]``, and a gradient of its output."""
+class LayerInputs:
+    """Rows ``[B, T, H K]`` of a layer and a gradient of its output."""
 
     x: Tensor
     do: Tensor
     heads: int
 
 
-def contenders() -> list[Contender]:
+def contenders() -> list[TimedLayer]:
     """Both sides of each pair, in the order of the table."""
     found = []
     for pair in pairs():
         for name in (pair.linear, pair.softmax):
-            found.append(Contender(name, name))
+            found.append(TimedLayer(name, name))
             if get(name).prunable:
-                found.append(Contender(f"{name} + ACP", name, acp=True))
+                found.append(TimedLayer(f"{name} + ACP", name, acp=True))
     return found
 
 
-def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> Inputs:
+def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> LayerInputs:
     torch.manual_seed(seed)
     x, do = (torch.randn(B, T, H * K, device=device).bfloat16() for _ in range(2))
-    return Inputs(x, do, H)
+    return LayerInputs(x, do, H)
 
 
-def build(contender: Contender, x: Inputs, impl: str = "auto") -> Attention:
+def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attention:
     """The layer in bfloat16, its forget gates as trained ones are."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"acp": True} if contender.acp else {}
@@ -97,7 +97,7 @@ def build(contender: Contender, x: Inputs, impl: str = "auto") -> Attention:
     return layer.bfloat16()
 
 
-def errors(contender: Contender, x: Inputs) -> dict[str, float]:
+def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
     """Errors of output and gradient of the input against float64, as shares of what is allowed."""
 
     def outcome(layer: Attention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def errors(contender: Contender, x: Inputs) -> dict[str, float]:
     return found
 
 
-def times(contender: Contender, x: Inputs, rep: int) -> Result:
+def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """Milliseconds of forward, and with backward (to the input and all weights), extra memory, and the form."""
     layer = build(contender, x)
     found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,48 +79,8 @@ def extra_memory(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor) -
     return (torch.cuda.max_memory_allocated() - before - own) / 2**30
 
 
-class Drawn(Protocol):
-    """Tensors of one shape, an attribute each."""
-
-    do: Tensor
-
-
-D = TypeVar("D", bound=Drawn)
-
-
-@dataclass(frozen=True)
-class Contender(Generic[D]):
-    """``leaves``: the names of the inputs that it reads, with blanks between."""
-
-    name: str
-    call: Callable[[D], Tensor]
-    leaves: str
-
-    def inputs(self, x: D) -> list[Tensor]:
-        return [getattr(x, name) for name in self.leaves.split()]
-
-
-def compare(peer: Contender[D], x: D, exact: Callable[[D], Tensor]) -> dict[str, float]:
-    """Errors of output and gradients against those of ``exact`` on the same inputs in float64."""
-    wide = copy.copy(x)
-    for name, tensor in vars(x).items():
-        setattr(wide, name, tensor.double())
-    results = []
-    for y, call in ((wide, exact), (x, peer.call)):
-        leaves = [leaf.requires_grad_() for leaf in peer.inputs(y)]
-        o = call(y)
-        results.append([o.detach(), *torch.autograd.grad(o, leaves, y.do)])
-    names = ["o", *(f"d{name}" for name in peer.leaves.split())]
-    return {n: relative(b, a) for n, a, b in zip(names, *results, strict=True)}
-
-
-def time_and_memory(peer: Contender[D], x: D, rep: int) -> Result:
-    """:func:`measured`, of a contender's inputs."""
-    return measured(functools.partial(peer.call, x), peer.inputs(x), x.do, rep)
-
-
 def measured(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> Result:
-    """Milliseconds as ``timing`` has them, memory as ``extra_memory``."""
+    """Milliseconds of :func:`timing` and GiB of :func:`extra_memory`."""
     forward, both = timing(call, leaves, do, rep)
     memory = extra_memory(call, leaves, do)
     return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
@@ -273,10 +231,17 @@ def headline(result: Result) -> str:
 
 def error_lines(result: Result, names: Sequence[str]) -> list[str]:
     """The lines of a table that show the errors of outputs and gradients ``names``."""
-    lines = ["### Errors against float64 on the same bf16 inputs, T = 2048", "", "| | K | " + " | ".join(names) + " |"]
-    lines.append("|---" * (len(names) + 2) + "|")
-    cells = ([str(e.get(n, "-")) for n in ("name", "K", *names)] for e in result["errors"])
-    return [*lines, *("| " + " | ".join(row) + " |" for row in cells)]
+    cells = ([e.get(n, "-") for n in ("name", "K", *names)] for e in result["errors"])
+    return ["### Errors against float64 on the same bf16 inputs, T = 2048", "", *markdown(["", "K", *names], cells)]
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+
+    def line(cells: Iterable[object]) -> str:
+        return "|" + "|".join(f" {cell} " if cell != "" else " " for cell in cells) + "|"
+
+    return [line(columns), "|---" * len(columns) + "|", *map(line, rows)]
 
 
 def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:

@@ -13,40 +13,37 @@ same function.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks import attention
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
 from attnzoo.benchmarks.measure import (
-    Contender,
     Result,
     ceiling,
     chosen,
-    compare,
     copy_bandwidth,
-    decay_lengths,
     error_lines,
     few_heads,
     headline,
     keeper,
     load_peer,
     machine,
+    markdown,
     milliseconds,
     not_measured,
-    of_kv_heads,
     race,
     relative,
     save,
-    time_and_memory,
 )
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
@@ -69,33 +66,10 @@ YARDSTICK = {  # the peer that computes the same function
 }
 
 
-@dataclass
-class Inputs:
-    """q, g and do [B, T, H, ...]; k, v, w and beta may have fewer heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor
-    beta: Tensor
-    g: Tensor
-    do: Tensor
+draw = functools.partial(attention.draw, parts="w beta g")
 
 
-def draw(B: int, H: int, T: int, K: int, seed: int = 0, *, kv_heads: int | None = None, device: str = "cuda") -> Inputs:
-    """Random inputs: q, k, v and do in bfloat16, the gate in float32, w of unit length; ``kv_heads`` key heads (None:
-    H)."""
-    G = kv_heads or H
-    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).to(device)
-    torch.manual_seed(seed)
-    q, k, v, w, do = (torch.randn(B, T, n, K, device=device) for n in (H, G, G, G, H))
-    q, k, w = F.rms_norm(q, (K,)), F.rms_norm(k, (K,)), F.normalize(w, dim=-1)
-    beta = 2 * torch.rand(B, T, G, device=device)
-    g = -2 * torch.rand(B, T, H, device=device) / tau
-    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), w, beta, g, do.bfloat16())
-
-
-def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
+def contenders() -> tuple[list[Contender], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
 
     def path(gated: bool, prune: Prune | None = None, keep: bool = False) -> Callable[[Inputs], Tensor]:
@@ -132,13 +106,13 @@ def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
     return found, missing
 
 
-def errors(peer: Contender[Inputs], K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
+def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
-    leaves, (heads, kv_heads) = peer.leaves.split(), few_heads(shared)
+    heads, kv_heads = few_heads(shared)
 
     def exact(x: Inputs) -> Tensor:
-        beta = x.beta if "beta" in leaves else torch.zeros_like(x.beta)
-        return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if "g" in leaves else None)
+        beta = x.beta if peer.reads("beta") else torch.zeros_like(x.beta)
+        return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if peer.reads("g") else None)
 
     return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
 
@@ -186,7 +160,7 @@ def measure(
         share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
         return {"kept": round(share.mean().item(), 4)}
 
-    def times(peer: Contender[Inputs], x: Inputs) -> Result:
+    def times(peer: Contender, x: Inputs) -> Result:
         return time_and_memory(peer, x, rep)
 
     limits = dict.fromkeys(ERRORS, LIMIT)
@@ -210,34 +184,27 @@ def table(result: Result) -> str:
         *not_measured(result["missing"]),
         "",
     ]
-    for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
-        rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
-        both = {r["name"]: r["both_ms"] for r in rows}
-        kept = f"PaTH-FoX's pruning keeps {rows[0]['kept']:.3f} of the blocks"
-        lines += [
-            f"### (B, H, T, K) = {shape}{of_kv_heads(result)}; {kept}",
-            "",
-            "| | forward ms | fwd+bwd ms | times faster than FLA | time / our FoX | extra memory GiB |",
-            "|---|---|---|---|---|---|",
-        ]
-        for r in rows:
-            peer = both.get(YARDSTICK.get(r["name"], ""))
-            fox = both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
-            cells = (f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", f"{peer / r['both_ms']:.2f}" if peer else "-",
-                     f"{r['both_ms'] / fox:.2f}" if fox else "-", f"{r['extra_GiB']:.2f}")  # fmt: skip
-            lines.append(f"| {r['name']} | " + " | ".join(cells) + " |")
-        lines.append("")
+
+    def cells(r: Result, both: dict[str, float]) -> list[object]:
+        fox = "FoX, pruned" if "pruned" in r["name"] else "FoX"
+        ratios = ratio(both.get(YARDSTICK.get(r["name"], "")), r["both_ms"]), ratio(r["both_ms"], both.get(fox))
+        return [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}"]
+
+    columns = ("forward ms", "fwd+bwd ms", "times faster than FLA", "time / our FoX", "extra memory GiB")
+    lines += shape_tables(result, columns, cells, lambda r: f"; PaTH-FoX's pruning keeps {r['kept']:.3f} of the blocks")
     if result["decode"]:
         lines += [
             "### One token after S cached ones (floor: keys read and written in float32, values and gates read)",
             "",
-            "| (B, H, S, K) | ours ms | floor ms | PyTorch operations ms |",
-            "|---|---|---|---|",
+            *markdown(
+                ("(B, H, S, K)", "ours ms", "floor ms", "PyTorch operations ms"),
+                [
+                    (tuple(r[n] for n in "BHSK"), *(r.get(n, "-") for n in ("ours_ms", "floor_ms", "pytorch_ms")))
+                    for r in result["decode"]
+                ],
+            ),
+            "",
         ]
-        for r in result["decode"]:
-            steps = (str(r.get(n, "-")) for n in ("ours_ms", "floor_ms", "pytorch_ms"))
-            lines.append(f"| {(r['B'], r['H'], r['S'], r['K'])} | " + " | ".join(steps) + " |")
-        lines.append("")
     return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
 
 

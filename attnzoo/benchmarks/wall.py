@@ -12,24 +12,21 @@ so it runs with one of them (``TILES`` of ``forms/backends/fla_tuning.py``); ``A
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.benchmarks import attention
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
 from attnzoo.benchmarks.measure import (
-    Contender,
     Result,
     ceiling,
     chosen,
-    compare,
     copy_bandwidth,
-    decay_lengths,
     error_lines,
     headline,
     keeper,
@@ -38,7 +35,6 @@ from attnzoo.benchmarks.measure import (
     not_measured,
     race,
     save,
-    time_and_memory,
 )
 from attnzoo.forms.backends import fla_tuning
 from attnzoo.kernels.fox import fox_attention
@@ -50,34 +46,14 @@ ERRORS = ("o", "dq", "dk", "dv", "da")
 LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
 
 
-@dataclass
-class Inputs:
-    """[B, T, H, K] each; ``a`` is the log decay of each channel."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    do: Tensor
+draw = functools.partial(attention.draw, parts="a")
 
 
-def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> Inputs:
-    """Random inputs: q, k, v and do in bfloat16, the gates in float32."""
-    tau = decay_lengths(H * K, torch.Generator().manual_seed(seed)).to(device).view(H, K)
-    torch.manual_seed(seed)
-    q, k, v, do = (torch.randn(B, T, H, K, device=device) for _ in range(4))
-    a = -2 * torch.rand(B, T, H, K, device=device) / tau
-    q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
-    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), a, do.bfloat16())
-
-
-def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
+def contenders() -> tuple[list[Contender], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
     found = [
-        Contender[Inputs]("Wall", lambda x: wall_attention(x.q, x.k, x.v, log_diag=x.a, impl="triton"), "q k v a"),
-        Contender[Inputs](
-            "FoX without a gate", lambda x: fox_attention(x.q, x.k, x.v, log_decay=None, impl="triton"), "q k v"
-        ),
+        Contender("Wall", lambda x: wall_attention(x.q, x.k, x.v, log_diag=x.a, impl="triton"), "q k v a"),
+        Contender("FoX without a gate", lambda x: fox_attention(x.q, x.k, x.v, log_decay=None, impl="triton"), "q k v"),
     ]
     missing: list[str] = []
     peer = load_peer("FLA", _peer, missing)
@@ -93,11 +69,11 @@ def _peer() -> Callable[..., Tensor]:
     return call
 
 
-def errors(peer: Contender[Inputs], x: Inputs) -> dict[str, float]:
+def errors(peer: Contender, x: Inputs) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs."""
 
     def exact(x: Inputs) -> Tensor:
-        return wall_reference(x.q, x.k, x.v, log_diag=x.a if "a" in peer.leaves.split() else torch.zeros_like(x.a))
+        return wall_reference(x.q, x.k, x.v, log_diag=x.a if peer.reads("a") else torch.zeros_like(x.a))
 
     return compare(peer, x, exact)
 
@@ -130,24 +106,14 @@ def table(result: Result) -> str:
         *not_measured(result["missing"]),
         "",
     ]
-    shapes: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        shapes.setdefault(tuple(row[n] for n in "BHTK"), []).append(row)
-    for shape, rows in shapes.items():
-        both = {r["name"]: r["both_ms"] for r in rows}
-        lines += [
-            f"### (B, H, T, K) = {shape}",
-            "",
-            "| | forward ms | fwd+bwd ms | times faster than FLA | time / our FoX without a gate | extra memory GiB |",
-            "|---|---|---|---|---|---|",
-        ]
-        for r in rows:
-            peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX computes another function
-            fox = both.get("FoX without a gate")
-            ratios = (f"{peer / r['both_ms']:.2f}" if peer else "-", f"{r['both_ms'] / fox:.2f}" if fox else "-")
-            cells = (r["name"], f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}")
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+
+    def cells(r: Result, both: dict[str, float]) -> list[object]:
+        peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX computes another function
+        ratios = ratio(peer, r["both_ms"]), ratio(r["both_ms"], both.get("FoX without a gate"))
+        return [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}"]
+
+    columns = ("forward ms", "fwd+bwd ms", "times faster than FLA", "time / our FoX without a gate", "extra memory GiB")
+    lines += shape_tables(result, columns, cells)
     return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
 
 

@@ -320,7 +320,7 @@ def test_gates_as_trained_need_forget_gates() -> None:
 def test_what_does_not_fit_into_memory_is_said_and_what_fails_has_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(model: Any, contender: generate.Contender, batch: int, tokens: int) -> dict[str, Any]:
+    def measure(model: Any, contender: generate.TimedModel, batch: int, tokens: int) -> dict[str, Any]:
         if batch == 64:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         if tokens == 4096:
@@ -357,7 +357,7 @@ def test_models_to_generate_with_are_chosen_by_prefix(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
-def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
+def test_generation_is_measured_from_full_caches(contender: generate.TimedModel) -> None:
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}
     row = generate.measure(generate.build(contender, **sizes), contender, 2, 1500)
     assert row["ms"] > 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnzoo.benchmarks import fox, measure, path
+from attnzoo.benchmarks import attention, fox, measure, path
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.path.reference import path_reference
 
@@ -43,14 +43,14 @@ def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypat
     monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
     heads: set[int] = set()
 
-    def call(x: fox.Inputs, head_first: bool = False) -> torch.Tensor:
+    def call(x: attention.Inputs, head_first: bool = False) -> torch.Tensor:
         q, k, v, g = (y.transpose(1, 2) if head_first else y for y in (x.q, x.k, x.v, x.g))
         heads.add(q.shape[2] // k.shape[2])
         o = fox_reference(q, k, v, log_decay=g)
         return o.transpose(1, 2) if head_first else o
 
-    alone = fox.Contender("alone", functools.partial(call, head_first=True), head_first=True)
-    found = [fox.errors(peer, 16, 64, shared=shared) for peer in (fox.Contender("shares", call, shares=True), alone)]
+    alone = attention.Contender("alone", functools.partial(call, head_first=True), head_first=True, shares=False)
+    found = [fox.errors(peer, 16, 64, shared=shared) for peer in (attention.Contender("shares", call), alone)]
     assert heads == {1, shared}
     assert list(found[0]) == list(found[1]) == list(fox.LIMITS)
     for errors in found:
@@ -68,11 +68,11 @@ def test_paths_errors_with_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "draw", functools.partial(path.draw, device="cpu"))
     heads: list[int] = []
 
-    def call(x: path.Inputs) -> torch.Tensor:
+    def call(x: attention.Inputs) -> torch.Tensor:
         heads.append(x.k.shape[2])
         return path_reference(x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g)
 
-    errors = path.errors(measure.Contender("PaTH-FoX", call, "q k v w beta g"), 16, 64, shared=3)
+    errors = path.errors(attention.Contender("PaTH-FoX", call, "q k v w beta g"), 16, 64, shared=3)
     assert heads == [2]
     assert set(errors) == set(path.ERRORS)
     assert max(errors.values()) < path.LIMIT
@@ -117,7 +117,7 @@ def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) 
     call = fox.flash_sparse()
 
     q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
-    x = fox.Inputs(q, k, v, -torch.rand(1, 20, 2), v)
+    x = attention.Inputs(q, k, v, v, -torch.rand(1, 20, 2))
     torch.testing.assert_close(call(x, 0.0), fox_reference(q, k, v, log_decay=x.g))
     call(x, None)
     common = {"is_causal": True, "is_logsigmoid_gate": False}
@@ -135,7 +135,7 @@ def test_flash_sparse_attn_that_is_not_installed_is_named() -> None:
 
 
 def test_the_plot_shows_what_was_asked_for_and_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = [fox.Contender(name, lambda x: x.q) for name in ("ours", "official", "FLA")]
+    peers = [attention.Contender(name, lambda x: x.q) for name in ("ours", "official", "FLA")]
     pictured: list[dict[str, Any]] = []
     fakes: dict[str, Any] = {
         "measure": lambda *given: {"rows": [{"name": "ours", "K": 64}]},

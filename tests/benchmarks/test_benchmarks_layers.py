@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from attnzoo.benchmarks import layers, measure, wall
+from attnzoo.benchmarks import attention, layers, wall
 from attnzoo.forms.backends import fla_tuning
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.registry import pairs
 
 
 def test_wall_is_checked_against_float64_with_and_without_its_decays() -> None:
-    def attend(name: str, leaves: str, power: float) -> measure.Contender[wall.Inputs]:
-        def call(x: wall.Inputs) -> torch.Tensor:
+    def attend(name: str, leaves: str, power: float) -> attention.Contender:
+        def call(x: attention.Inputs) -> torch.Tensor:
             return wall_reference(x.q, x.k, x.v, log_diag=power * x.a)
 
-        return measure.Contender(name, call, leaves)
+        return attention.Contender(name, call, leaves)
 
     x = wall.draw(1, 2, 64, 16, device="cpu")
     right = wall.errors(attend("right", "q k v a", 1), x)
@@ -72,19 +72,19 @@ def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypa
     assert [x.variant for x in found if not x.acp] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
     assert [x.name for x in found if x.acp and x.variant == "fox"] == ["fox + ACP"]
     x = layers.draw(1, 2, 32, 16, device="cpu")
-    right = layers.errors(layers.Contender("fox + ACP", "fox", acp=True), x)
+    right = layers.errors(layers.TimedLayer("fox + ACP", "fox", acp=True), x)
     assert list(right) == [*layers.ERRORS]
     assert 0 < max(right.values()) < 1
     build = layers.build
 
-    def off(contender: layers.Contender, x: layers.Inputs, impl: str = "auto") -> Any:
+    def off(contender: layers.TimedLayer, x: layers.LayerInputs, impl: str = "auto") -> Any:
         layer = build(contender, x, impl)
         with torch.no_grad():
             layer.o_proj.weight.mul_(1.03 if impl == "auto" else 1)
         return layer
 
     monkeypatch.setattr(layers, "build", off)
-    assert min(layers.errors(layers.Contender("gla", "gla"), x).values()) > 1
+    assert min(layers.errors(layers.TimedLayer("gla", "gla"), x).values()) > 1
 
 
 def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None:

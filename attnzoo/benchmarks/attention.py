@@ -1,0 +1,160 @@
+"""Benches of attention kernels: inputs of one shape, contenders, errors beside float64, tables of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.benchmarks.measure import Result, decay_lengths, markdown, measured, of_kv_heads, relative, timing
+
+ABSENT = cast(Tensor, None)  # a part of a gate that no contender of a bench reads
+
+
+@dataclass
+class Inputs:
+    """Tensors of one shape, ``[B, T, heads, ...]``, or ``[B, heads, T, ...]`` where heads come first.
+
+    Args:
+        q: queries ``[B, T, H, K]``, of unit root mean square; k, v: ``[B, T, G, K]``; all in bfloat16.
+        do: a gradient of the output, as q.
+        g: log decays ``[B, T, H]`` in float32, three quarters of the heads local (:func:`decay_lengths`).
+        w: vectors of length 1, ``[B, T, G, K]`` in float32, with beta ``[B, T, G]`` in 0..2.
+        a: log decays of channels, ``[B, T, H, K]`` in float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    g: Tensor = ABSENT
+    w: Tensor = ABSENT
+    beta: Tensor = ABSENT
+    a: Tensor = ABSENT
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Inputs:
+        """``fn`` of every tensor that there is."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Inputs(**{name: ABSENT if x is None else fn(x) for name, x in given.items()})
+
+
+def draw(
+    B: int, H: int, T: int, K: int, parts: str = "g", seed: int = 0, *, kv_heads: int | None = None,
+    device: str = "cuda",
+) -> Inputs:  # fmt: skip
+    """Random inputs with these ``parts`` of a gate by name; k, v, w and beta have ``kv_heads`` heads (None: H)."""
+    G, generator = kv_heads or H, torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    q, k, v, do = (torch.randn(B, T, n, K, device=device) for n in (H, G, G, H))
+    q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
+    x = Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), do.bfloat16())
+    for part in parts.split():
+        if part in ("g", "a"):  # of each head, or of each of its channels
+            size = (H,) if part == "g" else (H, K)
+            tau = decay_lengths(H if part == "g" else H * K, generator).to(device).view(size)
+            drawn = -2 * torch.rand(B, T, *size, device=device) / tau
+        else:
+            drawn = 2 * torch.rand(B, T, G, device=device)
+            drawn = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1) if part == "w" else drawn
+        setattr(x, part, drawn)
+    return x
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel that is timed.
+
+    Args:
+        name: in print.
+        call: gives the output of inputs.
+        leaves: names of the inputs that it reads, with blanks between.
+        head_first: whether it takes ``[B, H, T, K]``.
+        shares: whether it takes fewer key heads than query heads; k and v are repeated for it in each call otherwise.
+        lengths: the only T at which it is timed; empty for all. Some compile for minutes.
+    """
+
+    name: str
+    call: Callable[[Inputs], Tensor]
+    leaves: str = "q k v g"
+    head_first: bool = False
+    shares: bool = True
+    lengths: tuple[int, ...] = ()
+
+    def reads(self, part: str) -> bool:
+        """Whether an input is among those that it reads."""
+        return part in self.leaves.split()
+
+    def taken(self, x: Inputs) -> Inputs:
+        """The inputs in its layout."""
+        return x.map(lambda y: y.detach().transpose(1, 2).contiguous()) if self.head_first else x
+
+    def tensors(self, x: Inputs) -> list[Tensor]:
+        """Those that it reads, of inputs in its layout."""
+        return [getattr(x, name) for name in self.leaves.split()]
+
+    def attend(self, x: Inputs) -> Tensor:
+        """Its output, of inputs in its layout."""
+        heads = 1 if self.head_first else 2
+        n = x.q.shape[heads] // x.k.shape[heads]
+        if n > 1 and not self.shares:
+            x = replace(x, k=x.k.repeat_interleave(n, heads), v=x.v.repeat_interleave(n, heads))
+        return self.call(x)
+
+
+def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> dict[str, float]:
+    """Errors of output and gradients against those of ``exact`` on the same inputs in float64."""
+    results = []
+    for y, attend in ((x.map(Tensor.double), exact), (peer.taken(x), peer.attend)):
+        leaves = [leaf.requires_grad_() for leaf in peer.tensors(y)]
+        o = attend(y)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, y.do)])
+    want, got = results
+    got = [y.transpose(1, 2) for y in got] if peer.head_first else got
+    names = ["o", *(f"d{name}" for name in peer.leaves.split())]
+    return {name: relative(a, b) for name, a, b in zip(names, got, want, strict=True)}
+
+
+def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
+    """Median milliseconds of forward (no grad) and of forward + backward."""
+    y = peer.taken(x)
+    return timing(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
+
+
+def time_and_memory(peer: Contender, x: Inputs, rep: int) -> Result:
+    """Both times and extra memory, of :func:`~attnzoo.benchmarks.measure.measured`."""
+    y = peer.taken(x)
+    return measured(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
+
+
+def shape_tables(
+    result: Result,
+    columns: Sequence[str],
+    cells: Callable[[Result, dict[str, float]], Sequence[object]],
+    kept: Callable[[Result], str] = lambda row: "",
+) -> list[str]:
+    """The lines of a table for each shape.
+
+    Args:
+        result: of a bench.
+        columns: their names, after that of the contender.
+        cells: of a row and of forward + backward by contender.
+        kept: what a shape's heading says of a row's pruning.
+    """
+    lines: list[str] = []
+    shapes: dict[tuple[int, ...], list[Result]] = {}
+    for row in result["rows"]:
+        shapes.setdefault(tuple(row[n] for n in "BHTK"), []).append(row)
+    for shape, rows in shapes.items():
+        both = {row["name"]: row["both_ms"] for row in rows}
+        lines += [f"### (B, H, T, K) = {shape}{of_kv_heads(result)}{kept(rows[0])}", ""]
+        lines += [*markdown(["", *columns], ([row["name"], *cells(row, both)] for row in rows)), ""]
+    return lines
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    """a / b to two digits; "-" where one of them was not measured."""
+    return f"{a / b:.2f}" if a and b else "-"
