@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnzoo.forms.caches.state import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
+    from attnzoo.layer.weight_decay import param_groups
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pair_for, pairs, register
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "list_variants",
     "pair_for",
     "pairs",
+    "param_groups",
     "register",
 ]
 _HOMES = {
@@ -50,6 +52,7 @@ _HOMES = {
     "RecurrentState": "forms.caches.state",
     "Prune": "algebra.pruning",
     "describe": "equations",
+    "param_groups": "layer.weight_decay",
 }
 
 

@@ -54,7 +54,7 @@ class PreciseModule(nn.Module):
             persistent: whether a buffer is part of the ``state_dict``.
             least: the dtype below which it never goes.
         """
-        value = value.to(least)
+        value = value.to(torch.promote_types(torch.get_default_dtype(), least))
         self._least[name] = least
         if trainable:
             self.register_parameter(name, nn.Parameter(value))

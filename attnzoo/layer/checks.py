@@ -162,6 +162,8 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
         raise ValueError(f"x: expected [B, T, D = {hidden_size}], got {got}")
     if x.shape[1] == 0:
         raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"x: expected a dense tensor, got {x.layout}")
     if type(projection) is not nn.Linear:
         return  # quantised or sharded: its own weight says nothing
     weight = projection.weight

@@ -276,6 +276,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")
+        self.check_there(name, tokens)
         if not reads_values(tokens):
             return
         if ignored is not None:
@@ -288,6 +289,17 @@ class LanguageModel(nn.Module):
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
+
+    def check_there(self, name: str, tokens: Tensor) -> None:
+        """A dense tensor, of a device that holds numbers where the model's does.
+
+        Raises:
+            ValueError: another, named `name`.
+        """
+        if tokens.layout != torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got {tokens.layout}")
+        if tokens.is_meta and not self.embedding.weight.is_meta:
+            raise ValueError(f"{name}: expected tokens, got a tensor of the meta device, which has none")
 
     def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> list[LayerCache]:
         """An empty cache for one batch of sequences, one entry per layer.

@@ -8,39 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attnzoo.layer.modules import HeadNorm, ShortConvolution
-from attnzoo.precision import PreciseModule
+from attnzoo.layer.weight_decay import param_groups
 from attnzoo.training.config import Extension, OptimizerConfig
-
-NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-MATRICES = (ShortConvolution, nn.Linear, nn.Embedding)  # their weights, also where a sharding has flattened them
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices alone: none on what :func:`spared` names."""
-    no_decay = spared(model)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = [
-        {"params": [p for name, p in parameters.items() if name not in no_decay], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in parameters.items() if name in no_decay], "weight_decay": 0.0},
-    ]
+    """AdamW with weight decay on what :func:`~attnzoo.layer.weight_decay.param_groups` gives to it."""
+    groups = param_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-
-
-def spared(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone, by the kind of their module and their name.
-
-    These are norms, biases, what a :class:`PreciseModule` keeps precise (slopes, step sizes, sinks), and whatever has
-    fewer than two dimensions in a module of an unknown kind.
-    """
-    names = set()
-    for prefix, module in model.named_modules():
-        precise = module.precise if isinstance(module, PreciseModule) else ()
-        for name, parameter in module.named_parameters(recurse=False):
-            small = parameter.ndim < 2 and not isinstance(module, MATRICES)
-            if isinstance(module, NORMS) or name.endswith("bias") or name in precise or small:
-                names.add(f"{prefix}.{name}" if prefix else name)
-    return names
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

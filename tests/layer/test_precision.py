@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from attnzoo import build_attention, list_variants
 from attnzoo.config import ModelConfig
 from attnzoo.layer.gates import GATES
+from attnzoo.layer.weight_decay import spared
 from attnzoo.models import LanguageModel
-from attnzoo.training.optimizer import spared
 
 D, H, T = 32, 4, 2048
 CASTS = {"to": lambda m: m.to(torch.bfloat16), "half": nn.Module.half, "bfloat16": nn.Module.bfloat16}

@@ -120,7 +120,7 @@ def test_positions_follow_the_mask_and_the_cached_tokens(tokens):
     with pytest.raises(ValueError, match="position_ids: expected positions that rise by one over the tokens that att"):
         model(tokens, attention_mask=mask, position_ids=gap)
     with pytest.raises(ValueError, match="position_ids: expected positions that rise by one over the tokens that att"):
-        model(tokens[1:], attention_mask=mask[1:], position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))  # packed
+        model(tokens[:1], attention_mask=mask[:1], position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))  # packed
     cache = model(tokens[:, :5]).past_key_values
     with pytest.raises(ValueError, match=r"go on from the cached tokens, at \[5, 5\], got \[\[0, 1, 2, 3\]"):
         model(tokens[:, 5:], position_ids=torch.arange(4)[None], past_key_values=cache)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
+from attnzoo.layer.weight_decay import spared
 from attnzoo.models import LanguageModel, decoder
 from attnzoo.precision import GateLinear, PreciseModule
-from attnzoo.training.optimizer import build_optimizer, spared
+from attnzoo.training.optimizer import build_optimizer
 
 HYBRID = ["mamba2", "fox"]
 

@@ -274,9 +274,11 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(f"use_cache, {NAME}: expected neither with gradient checkpointing in training")
         attention_mask = _whole(attention_mask)
         positions, origin = kwargs.pop("position_ids", None), None
+        empty = cache is None or cache.get_seq_length() == 0
+        if empty and (positions is not None or cu_seq_lens_q is not None) and _is_full(attention_mask):
+            attention_mask = None  # collators give one beside packed sequences, too
         if positions is not None:
             batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
-            empty = cache is None or cache.get_seq_length() == 0
             if attention_mask is None and cu_seq_lens_q is None and empty:
                 cu_seq_lens_q = borders(positions)
             if cu_seq_lens_q is not None:
@@ -324,6 +326,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(f"labels: expected [B, T] = {tuple(shape)}, got {tuple(labels.shape)}")
         if labels.dtype != torch.int64:
             raise ValueError(f"labels: expected int64 tokens, got {labels.dtype}")
+        self.model.check_there("labels", labels)
         if reads_values(labels) and bool((labels != ignored).any()):
             self.model.check_tokens("labels", labels, shape, ignored)
 
@@ -346,6 +349,11 @@ def _gives_tokens_back(block: Any) -> bool:
     turning = any("angle" in gate.provides and not isinstance(gate, RotaryAngles) for gate in gates)
     kept = carried or windows or turning
     return attention.variant.side == "softmax" and not kept and attention.forget is None
+
+
+def _is_full(mask: Tensor | None) -> bool:
+    """Whether a mask [B, T] keeps all tokens; on a GPU, too, as what stands beside it is refused or not by that."""
+    return mask is not None and mask.ndim == 2 and has_values(mask) and bool(mask.all())
 
 
 def _whole(mask: Tensor | None) -> Tensor | None:
