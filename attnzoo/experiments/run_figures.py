@@ -47,7 +47,9 @@ class Gains:
     look: Look
 
 
-def runs(rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Sequence[float] = ()) -> Figure:
+def runs(
+    rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Sequence[float] = (), guess: float | None = None
+) -> Figure:
     """A row per arm: its runs as small dots, their mean with its standard error as a large one.
 
     Args:
@@ -55,6 +57,7 @@ def runs(rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Seq
         xlabel: text under the axis.
         percent: shares of 1, written as per cent.
         marks: limits that something is expected to stay below or above, as vertical rules.
+        guess: what always the same answer gives, as a line with its name.
     """
     left = 16 + 5.6 * max((len(shortened(row.label)) for row in rows), default=0)
     figure, axes = panel(400, 46 + 24 * len(rows), left=left)
@@ -78,6 +81,13 @@ def runs(rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Seq
             artist.set_gid(f"series:{row.key}")
     for mark in marks:
         axes.axvline(mark, color=MUTED, linewidth=0.8, dashes=(2, 2))
+    if guess is not None:
+        axes.axvline(guess, color=INK, linewidth=0.9, dashes=(5, 3), alpha=0.7)
+        axes.annotate(
+            "guessing", (guess, 1), (-4, -2), xycoords=("data", "axes fraction"), textcoords="offset points",
+            ha="right", va="bottom", fontsize=9, color=MUTED, annotation_clip=False,
+        )  # fmt: skip
+        marks = [*marks, guess]
     every = np.concatenate([*shown, np.asarray(marks, dtype=np.float64)]) if shown else np.zeros(0)
     low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
     margin = max((high - low) * 0.06, 1e-3)

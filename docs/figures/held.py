@@ -69,3 +69,27 @@ def _mean(outcome: Outcome, value: Value) -> float:
 def _percent(share: float) -> str:
     digits = 0 if share == 0 or share >= 0.0995 else 1
     return f"{100 * share:.{digits}f}%"
+
+
+# Arm of forgetting_text, in words.
+PARTS = {
+    "key": "network of keys", "sharp from the start": "the same, sharp from the start",
+    "shallow layers first": "shallow layers first", "deep layers first": "deep layers first",
+    "learned budget": "heads divide the budget", "no second phase": "without a second phase",
+    "plain maximum": "pooled by a plain maximum", "plain soft maximum": "by a soft maximum of contributions",
+    "discount": "with a discount", "pair": "network of pairs", "pair, free": "the same, free to remember again",
+    "attention": "network with a dot product", "decay": "decay per key",
+    "budget of half": "trained for half of the keys",
+}  # fmt: skip
+
+
+def parts(results: Path) -> str:
+    """Nats added to the loss with a sixteenth of the keys, by what is changed of a forget network, on text."""
+    sizes = {each.size: load_outcome(results / each.result) for each in find("forgetting_text").measured}
+    lines = ["| | 16 of 256 keys (CPU) | 256 of 4096 (GPU) |", "|---|---|---|"]
+    rows = [(word, Value(arm, "network", 1 / 16)) for arm, word in PARTS.items()]
+    rows += [(probe, Value("rope", probe, 1 / 16)) for probe in ("window", "later use")]
+    for word, value in rows:
+        cells = [f"{_mean(outcome, value):.3f}" for outcome in sizes.values()]
+        lines.append(f"| {word} | {' | '.join(cells)} |")
+    return "\n".join(lines)

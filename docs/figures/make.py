@@ -16,10 +16,11 @@ def draw_lattice() -> None:
 
 
 def draw_schematics() -> None:
+    import readings
     import schematics
     import triangles
 
-    for name, draw in (schematics.DRAWINGS | triangles.DRAWINGS).items():
+    for name, draw in (schematics.DRAWINGS | triangles.DRAWINGS | readings.DRAWINGS).items():
         save(name, draw)
 
 
@@ -81,6 +82,12 @@ def draw_results() -> None:
     results()
 
 
+def draw_tables() -> None:
+    from results import tables
+
+    tables()
+
+
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
     "schematics": draw_schematics,
@@ -89,6 +96,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "generation": draw_generation,
     "forgotten": draw_forgotten,
     "results": draw_results,
+    "tables": draw_tables,
     "zoo": draw_zoo,
     "path": draw_path,
 }

@@ -1,35 +1,46 @@
-"""A picture of every recorded result of an experiment, and the part of the page of results that shows them."""
+"""The page of results, written from the records: a table of claims for each question, and a picture of every record."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import both_sides
 import held
+import speeds
 import style
 from equal_memory import equal_memory
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.experiment import Experiment, find, names
+from attnzoo.experiments.experiment import Experiment, Measured, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
 from attnzoo.experiments.outcome import Outcome, load_outcome
 from attnzoo.experiments.report.experiment import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
-BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
+BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
+QUESTIONS = {
+    "Does what helps a recurrence help its dual?": ("factorial", "open_gates"),
+    "State tracking": ("parity", "s3", "a5", "flip_flop"),
+    "Recall": ("recall", "forgetting_recall", "induction", "needle"),
+    "Length": ("length",),
+    "Learnt forgetting": ("learned_forgetting", "needle_memory", "forgetting_text", "forgetting_ablations"),
+}
+WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}
 TABLES = {  # by page and the words of their markers
     RESULTS / "both_sides.md": {"both sides": both_sides.table, "open gates": both_sides.gates_table},
-    RESULTS.parent / "how-to" / "forget.md": {
+    RESULTS / "forgetting.md": {"parts": held.parts}
+    | {
         f"{name} {size}": partial(held.table, name=name, size=size)
         for name, size in (
             *(("needle_memory", size) for size in ("cpu", "gpu")),
             *(("learned_forgetting", size) for size in ("cpu", "gpu-4096")),
         )
     },
+    RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,
+    RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }
 DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | dict(
     zip(PAIR_COLORS, style.DARK.pairs, strict=True)
@@ -37,60 +48,110 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 
 def results() -> None:
-    """Draw every recorded result, and write the page's second half and the last column of its table."""
+    """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
     _save("equal-memory", partial(equal_memory, RESULTS))
     _save("both-sides", partial(both_sides.both_sides, RESULTS))
+    for name in names():
+        for measured in find(name).measured:
+            outcome = load_outcome(RESULTS / measured.result)
+            _save(drawing(name, measured), partial(_picture, find(name), outcome))
+    tables()
+
+
+def tables() -> None:
+    """Write the tables of all pages, and the second half of the page of results; nothing is drawn."""
     for page in TABLES:
         page.write_text(with_tables(page))
-    parts, cells = [], {}
-    for name in names():
-        experiment = find(name)
-        cells[name] = []
-        for measured in experiment.measured:
-            outcome = load_outcome(RESULTS / measured.result)
-            _, words, reading = picture(experiment, outcome)
-            drawing = f"result-{name.replace('_', '-')}-{measured.size}"
-            _save(drawing, partial(_picture, experiment, outcome))
-            counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
-            verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
-            page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
-            cells[name].append(f"{page}: {verdicts}")
-            page += f", on {measured.machine}"
-            unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
-            verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
-            verdicts += f" {measured.tried}"
-            title = experiment.title + (f" ({measured.size})" if len(experiment.measured) > 1 else "")
-            command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
-            parts.append(
-                f"## {title}\n\n`{command}`, {page}: {verdicts.rstrip('. ')}.\n\n"
-                f"![{title.rstrip('?')}. {words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
-                f"*{words[0].upper()}{words[1:]}. {reading[0].upper()}{reading[1:]}.*"
-            )
     index = RESULTS / "index.md"
-    first = index.read_text().partition(BEGIN)[0].rstrip()
-    for name, cell in cells.items():
-        row = re.compile(rf"(?<=\n\| `attnzoo experiment run {name}` \| )(.*) \| .* \|")
-        first = row.sub(lambda found, cell=cell: f"{found[1]} | {'; '.join(cell) or 'not yet run'} |", first)
-    index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
+    index.write_text(with_claims(index.read_text()))
+
+
+def with_claims(page: str) -> str:
+    """The page of results with its tables of claims and its pictures as the records have them."""
+    parts = [page.partition(BEGIN)[0].rstrip(), BEGIN, "## All claims"]
+    parts.append(
+        "Each is tested over the seeds, one-sidedly, at the level 0.05, without correction for several claims "
+        "([how](../how-to/experiments.md#verdicts)). *Confirmed*, *refuted* and *open* are *seen*, *not seen* and "
+        "*undecided* in the records, to which each mark leads. Where a column has several marks, they are of several "
+        "sizes, the smallest first."
+    )
+    for question, experiments in QUESTIONS.items():
+        parts += [f"### {question}", claims(experiments)]
+    parts.append("## A picture of each")
+    for experiments in QUESTIONS.values():
+        parts += [part for name in experiments for part in _pictures(name)]
+    return "\n\n".join(parts) + "\n"
+
+
+def claims(experiments: tuple[str, ...]) -> str:
+    """A table of the claims of some experiments: what, whose, and what became of it on a CPU and on a GPU."""
+    lines = ["| claim | source | CPU | GPU |", "|---|---|---|---|"]
+    for name in experiments:
+        experiment = find(name)
+        lines.append(f"| **{experiment.title}** (`{name}`) | | | |")
+        found = [(each, dict(_verdicts(experiment, each))) for each in experiment.measured]
+        for expectation in experiment.expectations:
+            cells = {
+                side: ", ".join(
+                    f"[{WORDS[verdicts[expectation.text]]}](src:docs/results/{Path(each.result).stem}.md)"
+                    for each, verdicts in found
+                    if each.size.startswith(side) and expectation.text in verdicts
+                )
+                for side in ("cpu", "gpu")
+            }
+            lines.append(f"| {expectation.text} | {expectation.source} | {cells['cpu']} | {cells['gpu']} |")
+    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _verdicts(experiment: Experiment, measured: Measured) -> list[tuple[str, str]]:
+    outcome = load_outcome(RESULTS / measured.result)
+    return [(each.text, verdict.word) for each, verdict in outcome.verdicts(experiment)]
+
+
+def _pictures(name: str) -> list[str]:
+    """A heading, how to run it, and the picture and the remarks of every record of an experiment."""
+    experiment = find(name)
+    parts = [f"### {experiment.title}" + " {: #" + name.replace("_", "-") + " }"]
+    for measured in experiment.measured:
+        _, words, reading = picture(experiment, load_outcome(RESULTS / measured.result))
+        words, reading = words[0].upper() + words[1:], reading[0].upper() + reading[1:]
+        command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
+        record = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
+        title = f"{experiment.title.rstrip('?')} ({measured.size})"
+        parts.append(f"`{command}`, {record}, on {measured.machine}:")
+        parts.append(f"![{title}. {words}](../figures/out/{drawing(name, measured)}.svg)")
+        parts.append(f"*{words}. {reading}.*")
+        if measured.tried:
+            remark = measured.tried.replace("\n", " ")
+            parts.append(
+                f'<details class="note" markdown>\n<summary>What else was tried, or decided after the run</summary>\n\n'
+                f"{remark}\n\n</details>"
+            )
+    return parts
+
+
+def drawing(name: str, measured: Measured) -> str:
+    return f"result-{name.replace('_', '-')}-{measured.size}"
 
 
 def with_tables(page: Path) -> str:
     """The page with its tables as the records have them, each below its marker."""
     text = page.read_text()
     for name, table in TABLES[page].items():
-        marker = f"<!-- table of {name}: python docs/figures/make.py results -->\n"
-        text, found = re.subn(rf"(?<={re.escape(marker)})\n(\|.*\n)*", f"\n{table(RESULTS)}\n", text)
+        marker = f"<!-- table of {name}: python docs/figures/make.py tables -->\n"
+        below = rf"({re.escape(marker)})\n(?:\|.*\n)*\n*"
+        text, found = re.subn(below, lambda match, table=table: f"{match[1]}\n{table(RESULTS)}\n\n", text)
         if found != 1:
             raise ValueError(f"{page.name}: expected one {marker.strip()!r}, got {found}")
-    return text
+    return text.rstrip("\n") + "\n"
 
 
 def _picture(experiment: Experiment, outcome: Outcome) -> Figure:
     return picture(experiment, outcome)[0]
 
 
-def _save(drawing: str, draw: Callable[[], Figure]) -> None:
+def _save(name: str, draw: Callable[[], Figure]) -> None:
     """In light ink, and the same in the colours of the dark scheme."""
-    style.save(drawing, lambda theme: draw())
-    dark = style.OUT / f"{drawing}.dark.svg"
+    style.save(name, lambda theme: draw())
+    dark = style.OUT / f"{name}.dark.svg"
     dark.write_text(re.sub("|".join(DARK), lambda color: DARK[color[0]], dark.read_text()))

@@ -4,7 +4,7 @@
 
 (() => {
   const GIVEN = "def width(self):\n    return self._width\n\ndef height(self):\n    return self._height\n";
-  const FIRST = { token: GIVEN.indexOf("\n\n"), head: "2.1" }; // it looks back at the word return
+  const FIRST = { token: GIVEN.indexOf("\n\n"), head: "2.1" }; // it looks back at the blank behind return
   const MOST = 160; // bytes: what it was trained to see at once
   const root = document.getElementById("live"), part = (name) => root.querySelector(`[data-${name}]`);
   const { text: box, f: slider, head: choice } = root.elements;
@@ -74,7 +74,7 @@
     for (const option of choice.options) {
       const { layer, head } = place(option.value), { w } = trained.seen[layer][head];
       const back = bytes.map((_, t) => sum(bytes.slice(0, t + 1).map((_, j) => w[t * trained.T + j] * (t - j))));
-      option.textContent = `layer ${layer + 1}, head ${head + 1}: looks ${(sum(back) / bytes.length).toFixed(1)} back`;
+      option.textContent = `layer ${layer + 1}, head ${head + 1}: ${(sum(back) / bytes.length).toFixed(1)} bytes back on average`;
     }
   }
 
@@ -123,7 +123,7 @@
       row.style.setProperty("--was", percent(before[byte]));
       row.classList.toggle("true", byte === bytes[query + 1]);
     });
-    part("bits").textContent = `The text costs ${bits(now).toFixed(2)} bits a byte, trained ${bits(trained).toFixed(2)}`;
+    part("bits").textContent = `This text costs the model ${bits(now).toFixed(2)} bits a byte; with the gates as trained ${bits(trained).toFixed(2)}`;
     part("caveat").classList.toggle("off", chosen("side") === "softmax");
   }
 

@@ -13,10 +13,18 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "docs/results", "tests")
-ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/benchmarks/NOTES.md", "pyproject.toml")
+FOLDERS = (
+    "attnzoo",
+    "recurrences",
+    "kernels",
+    "docs/benchmarks/log",
+    "docs/benchmarks/results",
+    "docs/results",
+    "tests",
+)
+ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
-PAGES = ("index.md", "both_sides.md")  # of these folders, that are pages of the site
+PAGES = ("index.md", "both_sides.md", "forgetting.md")  # of these folders, that are pages of the site
 LINK = re.compile(r"(?<=\]\()\.\.?/[^)#]+")
 BEGINS = re.compile(r"^(?!\||- |\s)(.+\n)(?=\||- )", re.MULTILINE)  # a table or a list right below a line of text
 
@@ -95,7 +103,7 @@ def _text(path: str) -> str:
     written = LINK.sub(lambda link: posixpath.relpath(posixpath.join(there, link[0]), here), written)
     written = BEGINS.sub(r"\1\n", written)  # Python-Markdown wants a blank line there, others do not
     heading = "" if written.startswith("# ") else f"# {Path(path).parent.name}\n\n"
-    return f"---\ntitle: {path}\nhide: [navigation]\n---\n\n{heading}{written}"
+    return f"---\ntitle: {path}\nhide: [navigation]\nsearch:\n  exclude: true\n---\n\n{heading}{written}"
 
 
 def index() -> str:

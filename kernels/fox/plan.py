@@ -27,7 +27,7 @@ BACKWARD = {
 }
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
-# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
+# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/log/fox.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "fwd": {
         64: Tiles(128, 64, 4, 3),

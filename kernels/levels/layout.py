@@ -181,6 +181,6 @@ def tree_block(K: int) -> int:
     """Width of the transition kernels' tiles for a head dim.
 
     At least 64: ptxas 12.8 (in Triton 3.6 and 3.7) compiles products of narrower tiles on Hopper to wrong addresses
-    (docs/benchmarks/NOTES.md has the smallest kernel that shows it).
+    (docs/benchmarks/log/path.md has the smallest kernel that shows it).
     """
     return max(64, head_block(K))

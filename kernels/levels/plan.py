@@ -15,7 +15,7 @@ from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
 from .layout import BLOCK, level_count
 
-# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
+# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/log/path.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3, tma=True, heads=8)},
     "dq": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True), 128: Tiles(128, 64, 8, 3, tma=True, heads=8)},

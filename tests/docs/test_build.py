@@ -134,11 +134,11 @@ def test_what_was_measured_is_shown_as_tables(tools):
     results = tools["sources"].stub("docs/benchmarks/results/2026-11-21-h200-fox/results.md")
     assert "\n# 2026-11-21-h200-fox\n" in results
     assert re.search(r"\n\n\| \|[^\n]*ms[^\n]*\|\n\|---", results)
-    notes = tools["sources"].stub("docs/benchmarks/NOTES.md")
+    notes = tools["sources"].stub("docs/benchmarks/log/path.md")
     assert not re.search(r"^[^|\n].*\n\|", notes, re.MULTILINE)  # a blank line before each table
     links = re.findall(r"\]\((\.\.[^)#]*)", notes)
     assert links
-    assert all((ROOT / "docs" / "source" / "docs" / "benchmarks" / link).resolve().is_file() for link in links)
+    assert all((ROOT / "docs" / "source" / "docs" / "benchmarks" / "log" / link).resolve().is_file() for link in links)
 
 
 def test_docstrings_become_markdown(tools):

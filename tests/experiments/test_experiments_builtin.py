@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,19 +160,19 @@ def test_command_of_a_recorded_result_makes_its_runs(name):
         assert rates == {found.name: set(found.lrs or size.lrs) for found in there}
 
 
-def test_page_of_results_says_what_was_run():
+def test_page_of_results_has_every_claim_and_picture_of_the_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(RESULTS.parent / "figures"))
+    import results as page_of_results
+
     page = (RESULTS / "index.md").read_text()
-    rows = re.findall(r"\| `attnzoo experiment run (\w+)` \|.*\| (.*) \|\n", page)
-    assert [name for name, _ in rows] == names()
-    for name, row in rows:
-        measured = find(name).measured
-        assert ("not yet run" in row) == (not measured)
-        for each in measured:
-            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
-            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
-            words = Counter(verdict.word for _, verdict in load_outcome(RESULTS / each.result).verdicts(find(name)))
-            counts = ", ".join(f"{words[word]} {word}" for word in ("seen", "not seen", "undecided") if words[word])
-            assert f"{Path(each.result).stem}.md): {counts}" in row
+    assert page == page_of_results.with_claims(page), "python docs/figures/make.py tables"
+    assert sorted(name for group in page_of_results.QUESTIONS.values() for name in group) == names()
+    for name in names():
+        assert find(name).measured
+        for each in find(name).measured:
+            assert f"(../figures/out/{page_of_results.drawing(name, each)}.svg)" in page
+            for expectation in find(name).judged(each.size):
+                assert f"| {expectation.text} | {expectation.source} | " in page
 
 
 def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():

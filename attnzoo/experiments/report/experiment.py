@@ -36,7 +36,7 @@ TEST = (
 )
 RUNS = (
     "small dots are runs, large ones their means with standard errors, hollow on the linear side; dotted rules are "
-    "limits that an expectation sets"
+    "limits that an expectation sets, the dashed one is what guessing gives"
 )
 GAINS = "small dots are runs, large ones their means with standard errors; on the dotted rule both sides gain alike"
 OVERLAY = "means of the seeds with their standard errors"
@@ -280,7 +280,12 @@ def _runs_figure(
         for arm in experiment.arms
         if outcome.places(arm.name, probe.name)
     ]  # fmt: skip
-    return run_figures.runs(rows, xlabel=probe.name, percent=probe.percent, marks=_limits_of(experiment, probe))
+    places = _places(probe, outcome)
+    place = at if at is not None or not places else places[-1]
+    guess = None if place is None else outcome.guess(probe.name, place)
+    return run_figures.runs(
+        rows, xlabel=probe.name, percent=probe.percent, marks=_limits_of(experiment, probe), guess=guess
+    )
 
 
 def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:

@@ -1,0 +1,193 @@
+"""What pages quote of the records, and what the records say.
+
+A section that quotes measured numbers ends in a comment that says where each comes from, a line for each number:
+
+    <!-- traced
+    2.27 = over("2026-11-26-h200-fox", "official", "ours", K=64, T=16384)
+    -->
+
+The right side is Python over the functions of `NAMES`. It must round to what the left side shows; `%` means hundredths.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnzoo.experiments.claims import Correlated, Value, correlation
+from attnzoo.experiments.experiment import find
+from attnzoo.experiments.outcome import Outcome, load_outcome
+
+DOCS = Path(__file__).parents[1]
+ROOT = DOCS.parent
+BENCHMARKS = DOCS / "benchmarks" / "results"
+TRACED = re.compile(r"<!-- traced\n(.*?)-->", re.DOTALL)
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+UNITS = r"ms\b|GiB\b|GB\b|%|×|x as|times\b|nats\b|tokens/s|tokens per second|tokens a second|TB/s|TFLOP"
+SEVERAL = rf"{NUMBER}%?(?:(?:,| to|, and| and| or) {NUMBER}%?)*"
+QUOTED = re.compile(rf"(?<![\w.,\\^{{(/-])({SEVERAL})(?:\s|\\,|~|\*\*)*(?:{UNITS})|({NUMBER}%)")
+RELEASES = re.compile(r"(?:Python|PyTorch|Triton|torch|capability|version|from|FLA|attention|arXiv:)\s?\d[\d.]*")
+SKIPPED = re.compile(  # code, tables that are generated, comments, formulas, pictures' words, addresses, tags
+    r"^ *```.*?^ *```|<!-- table of [^>]*-->\n\n(?:\|.*\n)*|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$"
+    r"|`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<[^>]*>",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@functools.cache
+def run(folder: str) -> dict[str, Any]:
+    """The record of a benchmark, by the name of its folder, in the archive or not."""
+    [path] = BENCHMARKS.rglob(f"{folder}/results.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def row(folder: str, name: str, **where: int) -> dict[str, Any]:
+    """The only row of a contender in which the given fields have the given values."""
+    rows = [
+        each
+        for each in run(folder)["rows"]
+        if each["name"] == name and all(each[key] == value for key, value in where.items())
+    ]
+    if len(rows) != 1:
+        raise ValueError(f"{folder}: expected one row of {name!r} with {where}, got {len(rows)}")
+    return rows[0]  # type: ignore[no-any-return]
+
+
+def ms(folder: str, name: str, **where: int) -> float:
+    """Milliseconds of forward and backward, or of a step."""
+    found = row(folder, name, **where)
+    return float(found.get("both_ms", found.get("ms")))
+
+
+def over(folder: str, one: str, other: str, **where: int) -> float:
+    """The time of one contender over that of another, in one run."""
+    return ms(folder, one, **where) / ms(folder, other, **where)
+
+
+def error(folder: str, name: str, of: str, K: int) -> float:
+    """An error against float64."""
+    [found] = [each for each in run(folder)["errors"] if (each["name"], each["K"]) == (name, K)]
+    return float(found[of])
+
+
+@functools.cache
+def outcome(experiment: str, size: str) -> Outcome:
+    """The record of an experiment at a size."""
+    [measured] = [each for each in find(experiment).measured if each.size == size]
+    return load_outcome(DOCS / "results" / measured.result)
+
+
+def seeds(experiment: str, size: str, arm: str, probe: str = "loss", at: float | None = None) -> list[float]:
+    """A number of every run of an arm, the smallest first."""
+    return sorted(map(float, outcome(experiment, size).values(Value(arm, probe, at))))
+
+
+def mean(experiment: str, size: str, arm: str, probe: str = "loss", at: float | None = None) -> float:
+    """The mean of a number over the runs of an arm."""
+    return float(np.mean(seeds(experiment, size, arm, probe, at)))
+
+
+def verdict(experiment: str, size: str, number: int) -> str:
+    """The numbers behind an expectation's verdict, the first being number 0."""
+    return outcome(experiment, size).verdicts(find(experiment))[number][1].why
+
+
+def stated(experiment: str, size: str, number: int, at: int = -1) -> float:
+    """A probability that a verdict states, `p = 0.04`: the last, or the one at that place."""
+    return float(re.findall(r"p = (?:below )?([\d.e-]+\d)", verdict(experiment, size, number))[at])
+
+
+def gains(size: str, without: str = "") -> tuple[float, float]:
+    """The correlation of the factorial's gains and its p; without the pair of a recurrence, if one is named."""
+    claim = next(each.claim for each in find("factorial").expectations if isinstance(each.claim, Correlated))
+    kept = tuple(pair for pair in claim.pairs if pair[0] != without)
+    one, other = Correlated(claim.bases, kept, claim.probe).gains(outcome("factorial", size).values)
+    return correlation(one.mean(1), other.mean(1))
+
+
+def left(variant: str, tokens: int) -> float:
+    """What the head of the figures' model that forgets least keeps of a key after so many tokens."""
+    with np.load(DOCS / "figures" / "data" / "zoo.npz") as kept:
+        return float(kept[f"{variant}.profile"][:, tokens].max())
+
+
+def logged(page: str, text: str) -> float:
+    """The first number of a text that stands word by word in a log, or in the notes of an experiment."""
+    path = DOCS / "benchmarks" / "log" / f"{page}.md"
+    where = path.read_text(encoding="utf-8") if path.is_file() else " ".join(each.tried for each in find(page).measured)
+    if text not in where:
+        raise ValueError(f"{page}: expected the text {text!r} in it")
+    found = re.search(NUMBER, text)
+    if found is None:
+        raise ValueError(f"{page}: expected a number in {text!r}")
+    return float(found[0].replace(",", ""))
+
+
+def given(value: float, why: str) -> float:
+    """A number that is no measurement: a setting, a definition, what another document says."""
+    if not why:
+        raise ValueError("given: expected a reason, got none")
+    return value
+
+
+NAMES = {
+    each.__name__: each
+    for each in (row, ms, over, error, seeds, mean, stated, gains, left, logged, given, min, max, round)
+}
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Each heading of a page with the text below it, up to the next, as far as the page is written by hand; blocks of
+    code have no headings."""
+    text = text.partition("<!-- claims and pictures")[0]
+    code = [match.span() for match in re.finditer(r"^ *```.*?^ *```", text, re.DOTALL | re.MULTILINE)]
+    starts = [
+        match.start()
+        for match in re.finditer(r"^#{1,4} ", text, re.MULTILINE)
+        if not any(a < match.start() < b for a, b in code)
+    ]
+    for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
+        if text[start:end].strip():
+            yield text[start:end].partition("\n")[0], text[start:end]
+
+
+def quoted(text: str, *, decimals: bool = False) -> list[str]:
+    """The measured numbers that a text shows outside code, formulas and tables that are generated.
+
+    Args:
+        text: of a page.
+        decimals: numbers with a point count without a unit too, but for releases and the like.
+    """
+    bare = SKIPPED.sub(" ", text)
+    found = re.findall(r"(?<![\w.])\d+\.\d+%?(?![\w.]*\d)", RELEASES.sub(" ", bare)) if decimals else []
+    for match in QUOTED.finditer(bare):
+        numbers = re.findall(NUMBER + "%?", match[1] or match[2])
+        percent = match[0].endswith("%")
+        found += [number if number.endswith("%") or not percent else f"{number}%" for number in numbers]
+    return [number.rstrip(",") for number in found]
+
+
+def traced(text: str) -> dict[str, str]:
+    """Shown number -> expression, of the comments in a text."""
+    lines = [line for block in TRACED.findall(text) for line in block.strip().splitlines()]
+    pairs = [line.partition(" = ") for line in lines]
+    return {shown.strip(): expression.strip() for shown, _, expression in pairs}
+
+
+def wrong(shown: str, expression: str) -> str:
+    """How a shown number differs from what its expression gives, in words; empty where it does not."""
+    try:
+        value = float(eval(expression, {"__builtins__": {}, **NAMES}))
+    except Exception as problem:
+        return f"{shown} = {expression}: {problem}"
+    plain = shown.rstrip("%").replace(",", "")
+    value *= 100 if shown.endswith("%") else 1
+    digits = len(plain.partition(".")[2])
+    return "" if abs(value - float(plain)) <= 0.5000001 * 10**-digits else f"{shown} = {expression}: it is {value:.6g}"

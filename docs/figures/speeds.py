@@ -1,0 +1,201 @@
+"""The tables of speeds of the README and of the page of benchmarks, from the records that are not in the archive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from quoted import BENCHMARKS, over, run
+
+from attnzoo.registry import BUILT_IN
+
+Row = dict[str, Any]
+
+
+def records(kernel: str) -> list[tuple[str, dict[str, Any]]]:
+    """Folder and record of every current run of a benchmark, the newest first."""
+    names = sorted((path.name for path in BENCHMARKS.glob(f"*-{kernel}")), reverse=True)
+    return [(name, run(name)) for name in names]
+
+
+def link(folder: str) -> str:
+    return f"[all](src:docs/benchmarks/results/{folder}/results.md)"
+
+
+def machine(record: dict[str, Any]) -> str:
+    """The GPU and the release of Triton, in short words."""
+    gpu = record["machine"]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    return f"{gpu}, {record['machine']['triton']}"
+
+
+def times(ours: Row | None, other: Row | None, key: str = "both_ms") -> str:
+    """How many times our time another takes."""
+    return f"{other[key] / ours[key]:.2f}" if ours and other else ""
+
+
+def shaped(kernel: str, peers: Iterable[str]) -> list[tuple[str, dict[str, Any], tuple[int, ...], dict[str, Row]]]:
+    """Folder, record, shape and rows by name, one per machine, shape and number of key heads: the newest that timed a
+    peer, else the newest."""
+    chosen: dict[tuple[Any, ...], Any] = {}
+    peers = tuple(peers)
+    for folder, record in records(kernel):
+        shapes = dict.fromkeys(tuple(row[axis] for axis in "BHTK") for row in record["rows"])
+        for shape in shapes:
+            rows = {row["name"]: row for row in record["rows"] if tuple(row[axis] for axis in "BHTK") == shape}
+            key = (machine(record), shape, record.get("kv_heads"))
+            has = any(peer in rows for peer in peers)
+            if key not in chosen or (has and not chosen[key][4]):
+                chosen[key] = (folder, record, shape, rows, has)
+    order = sorted(chosen.values(), key=lambda each: (each[2][3], each[2][2], machine(each[1]), each[0]))
+    return [each[:4] for each in order]
+
+
+def markdown(titles: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _shape(shape: tuple[int, ...], record: dict[str, Any]) -> str:
+    heads = f", {record['kv_heads']} key heads" if "kv_heads" in record else ""
+    return f"({', '.join(map(str, shape))}){heads}"
+
+
+def fox(results: Path) -> str:
+    """FoX, forward and backward: our milliseconds, and how many times as long the others take."""
+    others = {"its authors'": "official", "FLA": "FLA", "cuDNN, no gate": "SDPA cuDNN (no gate)"}
+    titles = ["(B, H, T, K)", "GPU, Triton", "ms", *others, "with ACP, ms", "its authors' with ACP", ""]
+    lines = []
+    for folder, record, shape, rows in shaped("fox", ("official", "FLA")):
+        ours, pruned = rows["ours"], rows.get("ours, pruned (tail)")
+        lines.append([
+            _shape(shape, record), machine(record), f"{ours['both_ms']:.1f}",
+            *(times(ours, rows.get(name)) for name in others.values()),
+            f"{pruned['both_ms']:.2f}" if pruned else "", times(pruned, rows.get("official, pruned")), link(folder),
+        ])  # fmt: skip
+    return markdown(titles, lines)
+
+
+def path(results: Path) -> str:
+    """PaTH and PaTH-FoX, forward and backward."""
+    titles = ["(B, H, T, K)", "GPU, Triton", "", "ms", "FLA", "our FoX", "extra GiB", "FLA's", ""]
+    peers = {"PaTH": "FLA PaTH", "PaTH-FoX": "FLA PaTH-FoX"}
+    lines = []
+    for folder, record, shape, rows in shaped("path", peers.values()):
+        for name in [name for name in rows if name.startswith("PaTH")]:
+            peer = rows.get(peers[name.partition(",")[0]])
+            base = rows["FoX, pruned" if "pruned" in name else "FoX"]
+            lines.append([
+                _shape(shape, record), machine(record), name.replace(", pruned", " + ACP"),
+                f"{rows[name]['both_ms']:.1f}", times(rows[name], peer),
+                f"{rows[name]['both_ms'] / base['both_ms']:.2f}",
+                f"{rows[name]['extra_GiB']:.2f}", f"{peer['extra_GiB']:.2f}" if peer else "", link(folder),
+            ])  # fmt: skip
+    return markdown(titles, lines)
+
+
+def wall(results: Path) -> str:
+    """Wall, forward and backward."""
+    titles = ["(B, H, T, K)", "GPU, Triton", "ms", "FLA", "our FoX, no gate", "extra GiB", "FLA's", ""]
+    lines = []
+    for folder, record, shape, rows in shaped("wall", ["FLA Wall"]):
+        ours, peer, base = rows["Wall"], rows.get("FLA Wall"), rows.get("FoX without a gate")
+        lines.append([
+            _shape(shape, record), machine(record), f"{ours['both_ms']:.1f}", times(ours, peer),
+            f"{ours['both_ms'] / base['both_ms']:.2f}" if base else "", f"{ours['extra_GiB']:.2f}",
+            f"{peer['extra_GiB']:.2f}" if peer else "", link(folder),
+        ])  # fmt: skip
+    return markdown(titles, lines)
+
+
+def decode(results: Path) -> str:
+    """One token of FoX after a cache."""
+    titles = ["(B, H, cached, K)", "GPU, Triton", "ms", "of a copy", "its authors'", "FLA", "SDPA, no gate"]
+    titles += ["with ACP, ms", "its authors' with ACP", ""]
+    lines = []
+    for folder, record in records("decode"):
+        for shape in dict.fromkeys(tuple(row[axis] for axis in "BHSK") for row in record["rows"]):
+            rows = {row["name"]: row for row in record["rows"] if tuple(row[axis] for axis in "BHSK") == shape}
+            timed = {name: row for name, row in rows.items() if "ms" in row}
+            ours, pruned = timed["ours"], timed["ours, pruned (tail)"]
+            lines.append([
+                _shape(shape, record), machine(record), f"{ours['ms']:.3f}", f"{ours['of_floor']:.2f}",
+                *(times(ours, timed.get(name), "ms") for name in ("official", "FLA", "SDPA (no gate)")),
+                f"{pruned['ms']:.3f}", times(pruned, timed.get("official, pruned"), "ms"), link(folder),
+            ])  # fmt: skip
+    return markdown(titles, lines)
+
+
+def generate(results: Path) -> str:
+    """A step of generation of whole models, milliseconds."""
+    models = ("FoX (Pro) + ACP, fused", "FoX (Pro) + ACP, evicting, fused", "PaTH-FoX (Pro) + ACP, fused")
+    models += ("PaTH-FoX (Pro) + ACP, evicting, fused", "Mamba-2", "Gated DeltaNet", "Llama, static cache, compiled")
+    titles = ["FoX", "evicting", "PaTH-FoX", "evicting", "Mamba-2", "Gated DeltaNet", "Llama"]
+    lines = []
+    for folder, record in records("generate"):
+        for size in dict.fromkeys((row["batch"], row["tokens"]) for row in record["rows"]):
+            rows = {row["name"]: row for row in record["rows"] if (row["batch"], row["tokens"]) == size}
+            cells = [f"{rows[name]['ms']:.2f}" if "ms" in rows.get(name, {}) else "" for name in models]
+            lines.append([f"{size[0]} × {size[1]}", machine(record), *cells, link(folder)])
+    return markdown(["sequences × cached", "GPU, Triton", *titles, ""], lines)
+
+
+def layers(results: Path) -> str:
+    """Every layer beside its dual, milliseconds; each pair from the newest run that has both at both sizes."""
+    titles = ["linear side", "softmax side", "linear, 4 × 4096", "softmax", "linear, 1 × 16384", "softmax"]
+    titles += ["forms", "GPU, Triton", ""]
+    lines, sizes = [], ((4, 4096), (1, 16384))
+    for pair in BUILT_IN:
+        names = (pair.linear, pair.softmax)
+        for folder, record in records("layers"):
+            rows = {(row["B"], row["T"], row["name"]): row for row in record["rows"]}
+            cells = [rows.get((*size, name)) for size in sizes for name in names]
+            if all(cells):
+                shown = [f"{cell['both_ms']:.1f}" for cell in cells if cell]
+                forms = ", ".join(cell["form"] for cell in cells[:2] if cell)
+                lines.append([f"`{names[0]}`", f"`{names[1]}`", *shown, forms, machine(record), link(folder)])
+                break
+    return markdown(titles, lines)
+
+
+def five(results: Path) -> str:
+    """The README's five, each a ratio of two times of one run."""
+    fox, k64, k128 = (
+        "2026-11-26-h200-fox",
+        "2026-11-27-h200-triton-3.7.1-gluon-k64-path",
+        "2026-11-27-h200-triton-3.7.1-gluon-path",
+    )
+    wall, token = "2026-11-22-h200-wall", "2026-11-23-h100-generate"
+
+    def ratio(folder: str, slow: str, fast: str, **where: int) -> str:
+        return f"{over(folder, slow, fast, **where):.1f}"
+
+    def both(folders: tuple[str, str], slow: str, fast: str) -> str:
+        low, high = sorted(ratio(f, slow, fast, K=K, T=16384) for f, K in zip(folders, (64, 128), strict=True))
+        return f"{low} to {high} times"
+
+    def row(what: str, how: str, peer: str, *folders: str) -> list[str]:
+        where = machine(run(folders[0])).replace(",", ", Triton")
+        records = ", ".join(f"[record](docs/benchmarks/results/{folder}/results.md)" for folder in folders)
+        return [what, how, peer, f"{where} ({records})"]
+
+    return markdown(
+        ["forward and backward, 16384 tokens", "as fast as", "the other, and its setting", "on"],
+        [
+            row("FoX", both((fox, fox), "official", "ours"), "the authors' kernel, as released", fox),
+            row("FoX + ACP", both((fox, fox), "official, pruned", "ours, pruned (tail)"),
+                "the same with its pruning, at the same ε", fox),
+            row("PaTH-FoX", both((k64, k128), "FLA PaTH-FoX", "PaTH-FoX"),
+                "flash-linear-attention 0.6.0, tuned", k64, k128),
+            row("Wall", both((wall, wall), "FLA Wall", "Wall"),
+                "flash-linear-attention 0.6.0, one of its 24 tiles", wall),
+            row("a token of generation, FoX + ACP with eviction, 4 × 16384 cached",
+                f"{ratio(token, 'Llama, static cache, compiled', 'FoX (Pro) + ACP, evicting, fused', batch=4)} times",
+                "Hugging Face's Llama of that size, static cache, compiled", token),
+        ],
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "FoX": fox, "PaTH": path, "Wall": wall, "decoding": decode, "generation": generate, "layers": layers,
+}  # fmt: skip
