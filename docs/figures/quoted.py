@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,10 @@ def outcome(experiment: str, size: str) -> Outcome:
 
 def seeds(experiment: str, size: str, arm: str, probe: str = "loss", at: float | None = None) -> list[float]:
     """A number of every run of an arm, the smallest first."""
-    return sorted(map(float, outcome(experiment, size).values(Value(arm, probe, at))))
+    found = sorted(map(float, outcome(experiment, size).values(Value(arm, probe, at))))
+    if not found or not all(map(math.isfinite, found)):
+        raise ValueError(f"{experiment}, {size}: expected runs of {arm!r} with {probe!r}, got {found}")
+    return found
 
 
 def mean(experiment: str, size: str, arm: str, probe: str = "loss", at: float | None = None) -> float:

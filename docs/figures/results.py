@@ -40,6 +40,7 @@ TABLES = {  # by page and the words of their markers
         )
     },
     RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,
+    RESULTS.parent / "how-to" / "choose.md": {"choice": speeds.choice},
     RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }
 DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | dict(

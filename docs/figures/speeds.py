@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from quoted import BENCHMARKS, over, run
+from quoted import BENCHMARKS, mean, over, run
+from quoted import row as row_of
 
-from attnzoo.registry import BUILT_IN
+from attnzoo.experiments.experiment import find
+from attnzoo.registry import BUILT_IN, PAIRS
 
 Row = dict[str, Any]
 
@@ -174,7 +176,7 @@ def five(results: Path) -> str:
         low, high = sorted(ratio(f, slow, fast, K=K, T=16384) for f, K in zip(folders, (64, 128), strict=True))
         return f"{low} to {high} times"
 
-    def row(what: str, how: str, peer: str, *folders: str) -> list[str]:
+    def line(what: str, how: str, peer: str, *folders: str) -> list[str]:
         where = machine(run(folders[0])).replace(",", ", Triton")
         records = ", ".join(f"[record](docs/benchmarks/results/{folder}/results.md)" for folder in folders)
         return [what, how, peer, f"{where} ({records})"]
@@ -182,14 +184,14 @@ def five(results: Path) -> str:
     return markdown(
         ["forward and backward, 16384 tokens", "as fast as", "the other, and its setting", "on"],
         [
-            row("FoX", both((fox, fox), "official", "ours"), "the authors' kernel, as released", fox),
-            row("FoX + ACP", both((fox, fox), "official, pruned", "ours, pruned (tail)"),
+            line("FoX", both((fox, fox), "official", "ours"), "the authors' kernel, as released", fox),
+            line("FoX + ACP", both((fox, fox), "official, pruned", "ours, pruned (tail)"),
                 "the same with its pruning, at the same ε", fox),
-            row("PaTH-FoX", both((k64, k128), "FLA PaTH-FoX", "PaTH-FoX"),
+            line("PaTH-FoX", both((k64, k128), "FLA PaTH-FoX", "PaTH-FoX"),
                 "flash-linear-attention 0.6.0, tuned", k64, k128),
-            row("Wall", both((wall, wall), "FLA Wall", "Wall"),
+            line("Wall", both((wall, wall), "FLA Wall", "Wall"),
                 "flash-linear-attention 0.6.0, one of its 24 tiles", wall),
-            row("a token of generation, FoX + ACP with eviction, 4 × 16384 cached",
+            line("a token of generation, FoX + ACP with eviction, 4 × 16384 cached",
                 f"{ratio(token, 'Llama, static cache, compiled', 'FoX (Pro) + ACP, evicting, fused', batch=4)} times",
                 "Hugging Face's Llama of that size, static cache, compiled", token),
         ],
@@ -199,3 +201,32 @@ def five(results: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "FoX": fox, "PaTH": path, "Wall": wall, "decoding": decode, "generation": generate, "layers": layers,
 }  # fmt: skip
+
+
+def choice(results: Path) -> str:
+    """Measured time, memory, loss and recall of the seven pairs, for the page that helps to choose."""
+    layers, generation = "2026-11-23-h200-triton-3.7.1-layers", "2026-11-22-h200-generate"
+    models = {
+        "fox": "FoX (Pro) + ACP, evicting, fused",
+        "path_fox": "PaTH-FoX (Pro) + ACP, evicting, fused",
+        "mamba2": "Mamba-2",
+        "gated_deltanet": "Gated DeltaNet",
+        "rope": "Llama, static cache, compiled",
+    }
+    llama, lines = models["rope"], []
+    for side in ("softmax", "linear"):
+        for pair in PAIRS:
+            name: str = getattr(pair, side)
+            at = {"batch": 1, "tokens": 131072}
+            model = models.get(name)
+            step = row_of(generation, model, **at) if model else None
+            recall = f"{name}, K = 16"
+            asked = recall in find("recall").arm_names
+            lines.append([
+                f"`{name}`", f"{over(layers, name, 'nope', T=16384):.2f}",
+                f"{over(generation, model, llama, **at):.2f}" if model else "",
+                f"{step['cache_gb']:.2f}" if step else "",
+                f"{mean('factorial', 'gpu', name):.2f}" if name in find("factorial").arm_names else "",
+                f"{100 * mean('recall', 'gpu', recall, 'wrong answers'):.0f}%" if asked else "",
+            ])  # fmt: skip
+    return markdown(["", "training", "token", "cache, GB", "loss", "recall, wrong"], lines)

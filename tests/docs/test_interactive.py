@@ -333,6 +333,7 @@ def test_home_page_moves_one_gate_of_a_trained_fox(live, fox):
     assert first["query"] == first["gate"] == text.index(b"\n\n")
     word = text.index(b"return")
     assert sum(first["w"][word : word + len("return ")]) > 0.7
+    assert first["w"].index(max(first["w"])) == word + len("return")  # the blank behind it, as the page says
     assert max(range(256), key=lambda byte: first["next"][byte]) == ord("\n")
     slide(live, "f", "Home")
     forgotten = check_live(live, fox)
