@@ -33,4 +33,4 @@ def test_a_command_prints_the_message_that_the_page_shows(
 def test_the_page_shows_twenty_messages() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert len(re.findall(r"^says\(", text, re.MULTILINE)) + len(SHOWN) >= 20
-    assert "OUT" not in text
+    assert "\nOUT\n" not in text
