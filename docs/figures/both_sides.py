@@ -15,6 +15,7 @@ from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, quiet
 from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.statistics import correlation
 
 GATE_COLORS = {
     "none": PAIR_COLORS[5],
@@ -57,8 +58,8 @@ def both_sides(results: Path) -> Figure:
             gate, rule = gates[pair]
             label = " | ".join(pair)
             handles[label] = _dot(axes, x, y, GATE_COLORS[gate], "D" if rule else "o")
-        r = asked.judge(outcome.values).why.replace(" over 7 pairs of gains", "").replace("= below", "<")
-        axes.set_title(f"{hidden_size} channels: {r}", loc="left", fontsize=10, color=INK)
+        r, p = correlation(*(gains.mean(1) for gains in asked.gains(outcome.values)), asked.parts)
+        axes.set_title(f"{hidden_size} channels: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK)
         axes.tick_params(labelleft=number == 0)
         first = first or axes
     assert first is not None

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from attnzoo.experiments.claims import Correlated, Value, correlation
+from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.statistics import correlation, without_each
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -108,12 +109,23 @@ def stated(experiment: str, size: str, number: int, at: int = -1) -> float:
     return float(re.findall(r"p = (?:below )?([\d.e-]+\d)", verdict(experiment, size, number))[at])
 
 
-def gains(size: str, without: str = "") -> tuple[float, float]:
-    """The correlation of the factorial's gains and its p; without the pair of a recurrence, if one is named."""
+def gains(size: str) -> tuple[float, float]:
+    """The correlation of the factorial's gains, and its p by relabelled parts."""
+    claim, one, other = _gains(size)
+    return correlation(one, other, claim.parts)
+
+
+def without(size: str, recurrence: str) -> float:
+    """That correlation without the pair of a recurrence."""
+    claim, one, other = _gains(size)
+    names = [pair[0] for pair in claim.pairs]
+    return float(without_each(one, other)[names.index(recurrence)])
+
+
+def _gains(size: str) -> tuple[Correlated, np.ndarray, np.ndarray]:
     claim = next(each.claim for each in find("factorial").expectations if isinstance(each.claim, Correlated))
-    kept = tuple(pair for pair in claim.pairs if pair[0] != without)
-    one, other = Correlated(claim.bases, kept, claim.probe).gains(outcome("factorial", size).values)
-    return correlation(one.mean(1), other.mean(1))
+    one, other = claim.gains(outcome("factorial", size).values)
+    return claim, one.mean(1), other.mean(1)
 
 
 def left(variant: str, tokens: int) -> float:
@@ -143,7 +155,7 @@ def given(value: float, why: str) -> float:
 
 NAMES = {
     each.__name__: each
-    for each in (row, ms, over, error, seeds, mean, stated, gains, left, logged, given, min, max, round)
+    for each in (row, ms, over, error, seeds, mean, stated, gains, without, left, logged, given, min, max, round)
 }
 
 

@@ -22,7 +22,7 @@ from attnzoo.experiments.report.experiment import picture
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
 QUESTIONS = {
-    "Does what helps a recurrence help its dual?": ("factorial", "open_gates"),
+    "Does what helps a recurrence help its dual?": ("factorial", "open_gates", "pairs"),
     "State tracking": ("parity", "s3", "a5", "flip_flop"),
     "Recall": ("recall", "forgetting_recall", "induction", "needle"),
     "Length": ("length",),
@@ -89,7 +89,8 @@ def claims(experiments: tuple[str, ...]) -> str:
     lines = ["| claim | source | CPU | GPU |", "|---|---|---|---|"]
     for name in experiments:
         experiment = find(name)
-        lines.append(f"| **{experiment.title}** (`{name}`) | | | |")
+        waiting = "" if experiment.measured else "not yet run"
+        lines.append(f"| **{experiment.title}** (`{name}`) | | {waiting} | {waiting} |")
         found = [(each, dict(_verdicts(experiment, each))) for each in experiment.measured]
         for expectation in experiment.expectations:
             cells = {
@@ -112,6 +113,8 @@ def _verdicts(experiment: Experiment, measured: Measured) -> list[tuple[str, str
 def _pictures(name: str) -> list[str]:
     """A heading, how to run it, and the picture and the remarks of every record of an experiment."""
     experiment = find(name)
+    if not experiment.measured:
+        return []
     parts = [f"### {experiment.title}" + " {: #" + name.replace("_", "-") + " }"]
     for measured in experiment.measured:
         _, words, reading = picture(experiment, load_outcome(RESULTS / measured.result))
