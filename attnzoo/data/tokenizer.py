@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from attnzoo.data.bpe import END, train_bpe
 from attnzoo.data.config import check_pattern
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
@@ -24,7 +25,6 @@ from attnzoo.files import json_object
 
 logger = logging.getLogger(__name__)
 
-END = "<|end|>"  # ends each document; token 0
 SETTINGS = "tokenizer_config.json"
 NAMING = (SETTINGS, "special_tokens_map.json")  # of special tokens
 FILES = (TOKENIZER, *NAMING, "added_tokens.json", "chat_template.jinja")
@@ -137,34 +137,6 @@ def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fracti
         raise ValueError(f"vocab_size: expected at least {BYTES}, for all bytes, got {vocab_size}")
     if not 0 < heldout_fraction < 1:
         raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {heldout_fraction}")
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer (Sennrich et al., 2016; on bytes as in GPT-2, Radford et al., 2019), of tokenizers.
-
-    Args:
-        texts: taken one after the other.
-        vocab_size: tokens: the end of a document, all bytes, and pairs of tokens, the frequent ones first.
-
-    Raises:
-        ValueError: a vocabulary without room for all bytes.
-        ModuleNotFoundError: tokenizers is not installed.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if vocab_size <= BYTES:
-        raise ValueError(f"vocab_size: expected more than {BYTES}, for all bytes and {END}, got {vocab_size}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def byte_tokenizer() -> Any:

@@ -14,8 +14,9 @@ import torch
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.data import DOCUMENT_END
+from attnzoo.data.bpe import END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import END, byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
+from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
 from attnzoo.data.unfolding import Decoding, Unfolding
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.engine import Generator

@@ -17,14 +17,13 @@ from attnzoo.data.shards import read_shards
 tokenizers = pytest.importorskip("tokenizers")
 
 from attnzoo.data import tokenizer as module  # noqa: E402
+from attnzoo.data.bpe import END, train_bpe  # noqa: E402
 from attnzoo.data.tokenizer import (  # noqa: E402
-    END,
     byte_tokenizer,
     read_tokenizer,
     special_tokens,
     tokenize,
     tokenizer_files,
-    train_bpe,
 )
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20 + "naïve 漢字 \t\r\n  x = 'it''s'\n"

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnzoo.data.tokenizer import END, byte_tokenizer, text_of_bytes
+from attnzoo.data.bpe import END
+from attnzoo.data.tokenizer import byte_tokenizer, text_of_bytes
 from attnzoo.data.unfolding import Decoding, Unfolding
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -63,7 +63,8 @@ def test_from_text_to_a_model_that_writes_in_a_process_of_its_own(tmp_path, monk
 def test_from_a_llama_to_a_fox(tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from attnzoo.data.tokenizer import tokenizer_files, train_bpe
+    from attnzoo.data.bpe import train_bpe
+    from attnzoo.data.tokenizer import tokenizer_files
 
     monkeypatch.chdir(tmp_path)
     write_texts()

@@ -21,10 +21,11 @@ from test_doc_outputs import DOCS, FENCE
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data import build_data, heldout_windows
+from attnzoo.data.bpe import END, train_bpe
 from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files
-from attnzoo.data.tokenizer import END, read_tokenizer, tokenize, train_bpe
+from attnzoo.data.tokenizer import read_tokenizer, tokenize
 from attnzoo.evaluation import (
     measure_context,
     measure_losses,

@@ -14,7 +14,8 @@ from tiny_runs import config_of, write_text
 
 from attnzoo import cli
 from attnzoo.data import decode, encode
-from attnzoo.data.tokenizer import END, byte_tokenizer, byte_tokens, text_of_bytes
+from attnzoo.data.bpe import END
+from attnzoo.data.tokenizer import byte_tokenizer, byte_tokens, text_of_bytes
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
