@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import re
@@ -275,7 +276,14 @@ def result_of(run_dir: Path) -> RunResult:
     except (ValueError, FileNotFoundError) as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"the data of the run in {str(run_dir)!r}: {error}") from error
-    save_result(measure(run, evaluate, data, command), run_dir)
+    result = measure(run, evaluate, data, command)
+    try:
+        save_result(result, run_dir)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        logger.warning("%s cannot be written to: what was measured of the run is not kept there", run_dir)
+        return result
     return load_result(run_dir)
 
 

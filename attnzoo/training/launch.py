@@ -11,14 +11,19 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+logger = logging.getLogger(__name__)
+
 QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher says what went wrong
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+PATIENCE = timedelta(minutes=10)  # for processes that were started by hand or by a cluster
 GONE = "another process has gone"
 # What gloo and NCCL say of a peer that has gone; neither has a kind of error of its own for it.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -87,6 +92,33 @@ def launch(command: Sequence[str], processes: int) -> None:
             raise LaunchError(first_failure(error.failures, processes)) from None
         except SignalException as error:
             raise KeyboardInterrupt(f"stopped by {error.sigval.name}") from None
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[timedelta | None]:
+    """How long to wait for the other processes that the environment names, None for a launcher's own time.
+
+    What is left in an environment would have this process wait for others that nobody starts: a line says so.
+
+    Raises:
+        TimeoutError: they have not come.
+    """
+    import torch
+
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ or not processes.isdecimal() or int(processes) < 2:
+        yield None
+        return
+    rank, minutes = os.environ.get("RANK", "0"), PATIENCE.total_seconds() / 60
+    alone = "unset RANK and WORLD_SIZE to train in one process"
+    text = "RANK=%s and WORLD_SIZE=%s are set: this process waits for the others, at most %g minutes; %s"
+    logger.warning(text, rank, processes, minutes, alone)
+    try:
+        yield PATIENCE
+    except torch.distributed.DistError as error:
+        raise TimeoutError(
+            f"RANK={rank}, WORLD_SIZE={processes}: the other processes have not come in {minutes:g} minutes; {alone}"
+        ) from error
 
 
 def end_with_launcher() -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from attnzoo.training.checkpoint import (
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.exchange import keep_tokenizer, start_from, weights_for
 from attnzoo.training.forgetting import check_forgetting
+from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
 from attnzoo.training.model import new_model
 from attnzoo.training.optimizer import learning_rate
@@ -184,7 +185,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
         Metrics(run_dir, progress.step, progress.metrics) if main else nullcontext() as metrics,
         build_display(config, progress.step) if main else Quiet() as display,
         _stop_requests(accelerator.num_processes == 1) as stop,
-        _trackers(config, accelerator, progress.step),
+        _trackers(config, accelerator, progress.step) as log,
     ):
 
         def show(update: Callable[[Any], None], what: Any) -> None:
@@ -200,9 +201,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
                 show(display.row, row)
                 if on_row is not None:
                     on_row(row)
-            if config.tensorboard:
-                numbers = {f"{row['kind']}/{key}": row[key] for key in row if key not in ("kind", "step")}
-                accelerator.log(numbers, step=row["step"])
+            log(row)
 
         clock, steps_timed, seconds_timed = time.perf_counter(), 0, 0.0  # since the last row of training
         for step in range(progress.step + 1, config.steps + 1):
@@ -221,7 +220,8 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
                 progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
                 seconds_timed += elapsed
                 if logs:
-                    speed = steps_timed * tokens_per_step / seconds_timed
+                    # 0 where the clock has stood still
+                    speed = steps_timed * tokens_per_step / seconds_timed if seconds_timed > 0 else 0.0
                     steps_timed, seconds_timed = 0, 0.0
                     record(
                         {
@@ -253,16 +253,57 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
 
 
 @contextmanager
-def _trackers(config: TrainConfig, accelerator: Accelerator, step: int) -> Iterator[None]:
-    if config.tensorboard:
+def _trackers(config: TrainConfig, accelerator: Accelerator, step: int) -> Iterator[Callable[[Row], None]]:
+    """What hands a row to TensorBoard, where that is asked for."""
+
+    def log(row: Row) -> None:
+        numbers = {f"{row['kind']}/{key}": row[key] for key in row if key not in ("kind", "step")}
+        accelerator.log(numbers, step=row["step"])
+
+    if not config.tensorboard:
+        yield lambda row: None
+        return
+    before = threading.excepthook
+
+    def unless_said_here(failed: threading.ExceptHookArgs) -> None:
+        """A thread of TensorBoard's writes; what it fails at, as on a full disk, its next write fails at, too."""
+        if not (isinstance(failed.exc_value, OSError) and "tensorboard" in type(failed.thread).__module__):
+            before(failed)
+
+    def begin(step: int) -> None:
         # Points that a killed run wrote after its last checkpoint are purged, as they are from the metrics.
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
+
+    threading.excepthook = unless_said_here
     try:
-        yield
+        _naming(begin, config)(step)
+        try:
+            yield _naming(log, config)
+        except BaseException:
+            with suppress(OSError):  # the first error counts
+                _finish(accelerator)
+            raise
+        _naming(_finish, config)(accelerator)
     finally:
-        # Not accelerator.end_training(): it would end the process group, and another run may follow.
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        threading.excepthook = before
+
+
+def _finish(accelerator: Accelerator) -> None:
+    for tracker in accelerator.trackers:  # not accelerator.end_training(): it would end the process group
+        tracker.finish()
+
+
+def _naming(write: Callable[[Any], None], config: TrainConfig) -> Callable[[Any], None]:
+    """The same function, whose errors name what could not be written."""
+
+    def named(what: Any) -> None:
+        try:
+            write(what)
+        except OSError as error:
+            why = f"could not write for tensorboard=true: {error.strerror}"
+            raise OSError(error.errno, why, str(Path(config.output_dir) / "tensorboard")) from error
+
+    return named
 
 
 def _due(step: int, every: int) -> bool:
@@ -272,7 +313,12 @@ def _due(step: int, every: int) -> bool:
 def _build_accelerator(config: TrainConfig) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_tensorboard_available
+    from accelerate.utils import (
+        DistributedType,
+        GradientAccumulationPlugin,
+        InitProcessGroupKwargs,
+        is_tensorboard_available,
+    )
 
     if config.tensorboard and not is_tensorboard_available():  # accelerate would go on without a word
         raise ModuleNotFoundError("tensorboard=true: the package tensorboard is not installed", name="tensorboard")
@@ -280,13 +326,15 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     AcceleratorState._reset_state()
     # A plugin, because the plain argument gives way to a launcher's environment variable.
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
-    accelerator = Accelerator(
-        cpu=config.device == "cpu" or not torch.accelerator.is_available(),  # else its processes would be strangers
-        mixed_precision=config.mixed_precision if config.mixed_precision in ("bf16", "fp16") else "no",
-        gradient_accumulation_plugin=plugin,
-        log_with="tensorboard" if config.tensorboard else None,
-        project_dir=config.output_dir,
-    )
+    with waiting_for_others() as limit:
+        accelerator = Accelerator(
+            cpu=config.device == "cpu" or not torch.accelerator.is_available(),  # else its processes would be strangers
+            mixed_precision=config.mixed_precision if config.mixed_precision in ("bf16", "fp16") else "no",
+            gradient_accumulation_plugin=plugin,
+            log_with="tensorboard" if config.tensorboard else None,
+            project_dir=config.output_dir,
+            kwargs_handlers=[] if limit is None else [InitProcessGroupKwargs(timeout=limit)],
+        )
     if accelerator.distributed_type in (
         DistributedType.FSDP,
         DistributedType.DEEPSPEED,

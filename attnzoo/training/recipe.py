@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -91,6 +93,12 @@ def load_config(
         key, equals, _ = override.partition("=")
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
+        if any("\udc80" <= letter <= "\udcff" for letter in override):  # bytes that the terminal's language lacks
+            utf8 = f"{key}={os.fsencode(override.partition('=')[2]).decode(errors='replace')}"
+            raise ValueError(
+                f"override {utf8!a}: expected letters, got bytes that are none in the terminal's encoding, "
+                f"{sys.getfilesystemencoding()}; with PYTHONUTF8=1 they are read as UTF-8"
+            )
         try:
             check_numbers(override.partition("=")[2], f"override {override!r}")
             _check_texts(override.partition("=")[2], _type_at(schema, key), f"override {override!r}")

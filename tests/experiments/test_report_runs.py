@@ -1,15 +1,18 @@
 """What a report says of a run belongs to the checkpoint that the run has now, and to one held-out text."""
 
+import errno
 import json
+import os
 import shutil
 
+import numpy as np
 import pytest
-from tiny_runs import StoppedError, stop_at, write_text
+from tiny_runs import StoppedError, said, stop_at, write_text
 from tiny_runs import config_of as any_config_of
 
 from attnzoo.data import build_data
 from attnzoo.experiments.compare import EvaluateConfig, Run, measure, result_of
-from attnzoo.experiments.report import render, save_result
+from attnzoo.experiments.report import render, results, save_result, write_report
 from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import load_run
 
@@ -124,3 +127,23 @@ def test_parts_of_the_layers_and_what_a_token_is_are_said(folder):
     assert {"window", "sinks", "grouped heads", "forget network"} <= {*facts.parts}
     assert facts.unit == "byte"
     assert not {"window", "sinks", "grouped heads", "forget network"} & {*result_of(folder / "run").facts.parts}
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_run_on_a_medium_that_cannot_be_written_to_is_reported(number, tmp_path, monkeypatch, caplog):
+    """A report of it is for another place."""
+    write_text(tmp_path)
+    run = train(config_of(tmp_path, "run"))
+
+    def refuse(path, content):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_whole", refuse)
+        found = result_of(run)
+    (line,) = said(caplog)
+    assert line == f"{run} cannot be written to: what was measured of the run is not kept there"
+    write_report([found], tmp_path / "elsewhere" / "report.html")
+    again = result_of(run)
+    assert again.facts == found.facts
+    np.testing.assert_allclose(again.losses, found.losses, rtol=1e-6)

@@ -327,3 +327,9 @@ def test_a_file_may_name_another_key_and_an_override_the_environment(tmp_path, m
     path.write_text('{output_dir: "runs:${data.source}:x", data: {source: stdlib}}')
     assert load_config(path).output_dir == "runs:stdlib:x"
     assert load_config(path, ["output_dir=${oc.env:PLACE}"]).output_dir == "there"
+
+
+def test_bytes_that_the_terminals_language_lacks_are_named():
+    """As `LANG=C` without UTF-8 gives them."""
+    with pytest.raises(ValueError, match=r"override 'output_dir=\\xe9': expected letters.*PYTHONUTF8=1"):
+        load_config(None, ["output_dir=" + "é".encode().decode("ascii", "surrogateescape")])

@@ -8,9 +8,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import tiny_runs
 from tiny_processes import environment
 
 from attnzoo import cli
+from attnzoo.config import to_yaml
 from attnzoo.training.launch import GONE, LaunchError, check_processes, first_failure, launch
 
 # Python without torch, which starts at once. Process 1 fails in the way that it is told, the other waits for its end.
@@ -164,3 +166,23 @@ def test_processes_share_a_cpu_where_there_is_no_gpu(tmp_path):
     done = subprocess.run(words, env={**environment(), "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run: ") == 1
+
+
+def test_processes_that_the_environment_names_and_nobody_starts_are_said_and_waited_for_a_while(tmp_path):
+    tiny_runs.write_text(tmp_path)
+    script = "import datetime, sys; from attnzoo.training import launch\n"
+    script += "launch.PATIENCE = datetime.timedelta(seconds=3); from attnzoo import cli; cli.main()"
+    words = ["train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path / 'run'}"]
+    (tmp_path / "config.yaml").write_text(to_yaml(tiny_runs.config_of(tmp_path)))
+    left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        env={**environment(), **left},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "RANK=0 and WORLD_SIZE=2 are set: this process waits for the others, at most 0.05 minutes" in ran.stderr
+    assert "the other processes have not come in 0.05 minutes; unset RANK and WORLD_SIZE" in ran.stderr.splitlines()[-1]

@@ -1,9 +1,11 @@
 """What ends a run early saves it or says at which step and rate it went wrong; what cannot begin is refused at once."""
 
+import errno
 import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tiny_runs import outcome, write_text
 from attnzoo.config import ModelConfig, OptimizerConfig, TrainConfig
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
-from attnzoo.training import loop, newest_checkpoint, train
+from attnzoo.training import loop, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import make_folder
 from attnzoo.training.steps import Run
 
@@ -210,3 +212,31 @@ def test_a_signal_in_the_last_step_is_not_lost(config_of):
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 6, the last: the run in .* is finished"):
         train(config, on_row=once)
     assert outcome(train(config)) == outcome(train(config_of(run="reference")))
+
+
+def test_a_clock_that_stands_still_ends_no_run(config_of, monkeypatch):
+    reference = train(config_of("eval_every=2", run="reference"))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: 17.0)
+        stood = train(config_of("eval_every=2"))
+    assert outcome(stood) == outcome(reference)
+    assert {row["tokens_per_second"] for row in read_metrics(stood) if row["kind"] == "train"} == {0}
+
+
+@pytest.mark.parametrize("writes", [0, 1, 3])
+def test_a_full_disk_under_tensorboard_is_one_error_that_names_it(writes, config_of, monkeypatch, capfd):
+    writer = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter
+
+    done, flush = [], writer.flush
+
+    def full(self):
+        done.append(0)
+        if len(done) > writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(self)
+
+    config = config_of("tensorboard=true", "steps=30")
+    monkeypatch.setattr(writer, "flush", full)
+    with pytest.raises(OSError, match=rf"tensorboard=true: No space left on device: '{config.output_dir}/tensorboard'"):
+        train(config)
+    assert "Traceback" not in capfd.readouterr().err
