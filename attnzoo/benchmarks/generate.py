@@ -30,7 +30,6 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, markdown, not_measured, save
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
-from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import KVCache, RecurrentState
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.config import ModelConfig
@@ -110,9 +109,9 @@ def filled(model: LanguageModel, tokens: int, seed: int, evict: float | None = N
     model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device), cache=caches)
     for cache in caches:
         state = cache.state
-        if isinstance(state, RecurrentState):
+        if not state.grows:
             cache.state = RecurrentState(torch.randn_like(state.matrix), tokens)
-        elif isinstance(state, PagedCache):
+        elif state.in_pages:
             cache.state = _pages(state, tokens)
         else:
             cache.state = _keys(state, tokens)
@@ -140,11 +139,8 @@ def _pages(state: PagedCache, tokens: int) -> PagedCache:
     k, v = F.rms_norm(torch.randn(B, T, G, K, device=device), (K,)), torch.randn(B, T, G, V, device=device)
     g = None if pool.total is None else 2 * torch.rand(B, T, pool.total.shape[1], device=device) * pool.total[:, None]
     g = None if g is None else g.float()
-    if isinstance(pool, CarriedPool):
-        w = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1)
-        pool.add(k, v, Gate(log_decay=g, w=w, beta=2 * torch.rand(B, T, G, device=device)), None)
-    else:
-        pool.append(k, v, g)
+    w = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1)  # what carries keys, where any does
+    pool.add(k, v, Gate(log_decay=g, w=w, beta=2 * torch.rand(B, T, G, device=device)), None)
     return PagedCache.of(pool, state.evict, tokens=tokens, phase=state.phase, angle=state.angle)
 
 

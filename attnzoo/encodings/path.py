@@ -8,6 +8,7 @@ sections 2 and 3.
 """
 
 from attnzoo.forms.backends.fox_path import path_kernel
+from attnzoo.forms.caches.stores import CarriedKeys
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.deltanet import Householder
 
@@ -20,4 +21,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "path"}
 
-FORMS = SoftmaxForms(Householder(), pages=True, kernels={"triton": path_kernel()})
+FORMS = SoftmaxForms(Householder(), store=CarriedKeys(pages=True), kernels={"triton": path_kernel()})

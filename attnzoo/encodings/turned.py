@@ -63,10 +63,10 @@ def turned(kernel: Kernel) -> Kernel:
         values = after.v if heads == given else after.v[:, :, :: heads // given]
         return o, replace(after, k=rotate(after.k, -phase), v=values)
 
-    def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
-        if state.k.shape[2] != state.v.shape[2] or kernel.fixed is None:
+    def in_place(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
+        if state.k.shape[2] != state.v.shape[2] or kernel.in_place is None:
             return None
-        memory: CarriedMemory | None = kernel.fixed(state, rows, tokens, device)
+        memory: CarriedMemory | None = kernel.in_place(state, rows, tokens, device)
         if memory is None:
             return None
         heads, K = state.k.shape[2:]
@@ -75,7 +75,7 @@ def turned(kernel: Kernel) -> Kernel:
 
     parts = None if kernel.parts is None else kernel.parts | {"angle"}
     honours = kernel.takes(False, ())
-    return replace(kernel, run=run, extend=extend, fixed=fixed, parts=parts, honours=honours)
+    return replace(kernel, run=run, extend=extend, in_place=in_place, parts=parts, honours=honours)
 
 
 def fold(

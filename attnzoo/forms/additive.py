@@ -13,18 +13,11 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import Identity, Transition, compute_dtype, heads_first
 from attnzoo.forms import softmax
 from attnzoo.forms.backends.fox_path import fox_kernel
-from attnzoo.forms.caches.inplace import Memory, Rows
-from attnzoo.forms.caches.inplace_keys import KeyMemory
-from attnzoo.forms.caches.pages.attention import extend_pages, refuses_pages, step_pages
-from attnzoo.forms.caches.pages.inplace import PagedMemory
-from attnzoo.forms.caches.pages.paged_cache import PagedCache, key_heads
-from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.forms.caches.state import KVCache, grown
+from attnzoo.forms.caches.stores import KeyStore, PlacedKeys
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import Band, near_lse
 from attnzoo.forms.rowblocks import causal_attention
-from attnzoo.kernels.decode import triton_unavailable
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class AdditiveForms(softmax.SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
     transition: Transition = field(default_factory=Identity)
-    pages: bool = field(default=True, kw_only=True)
+    store: KeyStore = field(default=PlacedKeys(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
@@ -57,37 +50,6 @@ class AdditiveForms(softmax.SoftmaxForms):
         )
         return o, lse, state
 
-    def fixed(
-        self, state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str,
-        paged: bool | None = None,
-    ) -> Memory:  # fmt: skip
-        if isinstance(state, PagedCache) and paged is not False:
-            return PagedMemory.like(state, rows, tokens, device, self.place)
-        if isinstance(state, PagedCache):
-            raise ValueError("evict: expected None where keys may lie in no pages (impl='reference' on a GPU)")
-        if paged is None:
-            paged = not rows.length.is_cuda or not triton_unavailable(state.k.to(state.v.dtype), state.v)
-        if paged:
-            return PagedMemory.like(state, rows, tokens, device, self.place)
-        return KeyMemory.like(state, rows, tokens, device, None, self.place)
-
-    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
-        (B, _, H, K), G, V, decays = q.shape, key_heads(q, v, gate), v.shape[3], gate.log_decay is not None
-        return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
-
-    def _extend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-        return extend_pages(self, q, k, v, gate, state, options)
-
-    def _refuses_pages(self, form: str, call: Call) -> str:
-        return refuses_pages(call, triton_unavailable) if form == "triton" else super()._refuses_pages(form, call)
-
-    def _step_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[Tensor, PagedCache]:
-        return step_pages(self, q, k, v, gate, state, options)
-
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None,
         options: SoftmaxOptions, dtype: torch.dtype | None = None,
@@ -107,16 +69,6 @@ class AdditiveForms(softmax.SoftmaxForms):
             state = replace(state, k=expand_heads(state.k, k.shape[2]))
             new = replace(new, k=expand_heads(k, state.k.shape[2]))
         return q, grown(state, new, q, options.sink)
-
-    def place(
-        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens.
-
-        ``dtype`` is that of a kernel that is to read them, None without one; they may come out in it.
-        """
-        return q, k, None, None
 
     def rounded(
         self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype

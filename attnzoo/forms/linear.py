@@ -79,10 +79,10 @@ class LinearForms(Forms):
         o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past)
         return o, RecurrentState(matrix, seen + q.shape[1])
 
-    def fixed(
+    def in_place(
         self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> MatrixMemory:
-        """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.fixed``."""
+        """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.in_place``."""
         return MatrixMemory.like(state, rows, device)
 
     def _ready(

@@ -89,7 +89,7 @@ class Kernel:
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
         brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
         parts: of a gate, that it reads; None: whatever it is given.
-        fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it
+        in_place: ``in_place(state, rows, tokens, device)`` gives a memory whose steps run on it
             (:mod:`attnzoo.forms.caches.inplace`), or None where it cannot serve them.
         honours: names of the options that it takes.
     """
@@ -99,7 +99,7 @@ class Kernel:
     refuses: Callable[[Call], str] = _serves
     explain: Callable[[Call], tuple[str, str]] | None = None
     brief: bool = False
-    fixed: Callable[..., Any] | None = None
+    in_place: Callable[..., Any] | None = None
     parts: frozenset[str] | None = None
     honours: frozenset[str] | None = None
 

@@ -16,19 +16,13 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.caches.inplace import Memory, Rows
-from attnzoo.forms.caches.inplace_keys import KeyMemory
-from attnzoo.forms.caches.pages.attention import refuses_pages
-from attnzoo.forms.caches.pages.paged_cache import PagedCache
-from attnzoo.forms.caches.pages.pool import KeyPool
-from attnzoo.forms.caches.path_pages.inplace import CarriedPages, GroupedPages
-from attnzoo.forms.caches.path_pages.pool import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
+from attnzoo.forms.caches.stores import CarriedKeys, KeyStore
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
 from attnzoo.kernels.common.constants import KEY_UNIT
-from attnzoo.kernels.decode import path_unavailable
 
 ROWS = 128
 
@@ -49,7 +43,7 @@ class SoftmaxForms(Forms):
 
     Args:
         transition: the matrix part of the gate.
-        pages: whether a state may be in pages: of transitions, those of w and beta alone.
+        store: how keys are kept.
         kernels: forms beside ``recurrent`` and ``parallel``.
     """
 
@@ -58,7 +52,7 @@ class SoftmaxForms(Forms):
     STATE = KVCache
     OF_KERNELS = ("keep_carries",)
     transition: Transition
-    pages: bool = field(default=False, kw_only=True)
+    store: KeyStore = field(default=CarriedKeys(), kw_only=True)
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
@@ -96,44 +90,23 @@ class SoftmaxForms(Forms):
     def go_on(
         self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: SoftmaxOptions
     ) -> tuple[Any, Any]:
-        if not isinstance(state, PagedCache):
+        if not getattr(state, "in_pages", False):
             return super().go_on(form, q, k, v, gate, state, options)
         state.check(q, k, v, gate)
+        call = Call(q, k, v, gate, state, True, options)
         if form != REFERENCE and state.stores:
-            return self._step_pages(q, k, v, gate, state, options)
-        rows, new = self._extend_pages(q, k, v, gate, state, options)
+            return self.store.step(self, call, options)
+        rows, new = self.store.extend(self, call, options)
         if rows is None:
             return super().go_on(form, q, k, v, gate, None, options)[0], new
         return self._output(*rows, options, v.dtype), new
 
-    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
-        """Pages for sequences of which such tokens are the first."""
-        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
-        return CarriedPool.of(
-            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays,
-            factors=gate.factors,
-        )  # fmt: skip
-
     def refuses(self, form: str, call: Call) -> str:
-        if form != REFERENCE and isinstance(call.state, PagedCache):
+        if form != REFERENCE and getattr(call.state, "in_pages", False):
             if call.state.stores:
-                return self._refuses_pages(form, call)
+                return self.store.refuses(form, call)
             call = replace(call, state=None)
         return super().refuses(form, call)
-
-    def _refuses_pages(self, form: str, call: Call) -> str:
-        return refuses_pages(call, path_unavailable) if form == "triton" else f"the {form} form reads no keys in pages"
-
-    def _step_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[Tensor, PagedCache]:
-        o, new = step_carried(self, q, k, v, gate, state, options)
-        return o, new
-
-    def _extend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-        return extend_carried(self, q, k, v, gate, state, options)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
@@ -142,13 +115,8 @@ class SoftmaxForms(Forms):
         o, lse, state = self._attend(q, k, v, gate, state, options)
         return self._output(o, lse, options, v.dtype), state
 
-    def fixed(
-        self,
-        state: KVCache | PagedCache,
-        rows: Rows,
-        tokens: int,
-        device: torch.device | str,
-        paged: bool | None = None,
+    def in_place(
+        self, state: Any, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> Memory:
         """The memory of steps that change it in place.
 
@@ -160,27 +128,9 @@ class SoftmaxForms(Forms):
             paged: whether keys lie in pages; None for wherever that can be, and for the kernel of the variant.
 
         Raises:
-            ValueError: ``paged``, or a state in pages, for keys that transitions carry; False for a state in pages.
+            ValueError: ``paged`` for keys that transitions carry; False, or no kernel, for a state in pages.
         """
-        if paged:
-            raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
-        if isinstance(state, PagedCache):
-            why = path_unavailable(state.pool.k, state.pool.v) if rows.length.is_cuda else ""
-            if why or paged is False:
-                why = why or "impl='reference' on a GPU"
-                raise ValueError(f"evict: expected None where a step over pages has no kernel ({why})")
-            away = state.evict is not None and state.evict.offload is not None  # pages come back one by one
-            kind = GroupedPages if rows.length.is_cuda and not away else CarriedPages
-            return kind.of(state, rows, tokens, device)
-        grouped = self.pages and paged is None and rows.length.is_cuda
-        if grouped and not path_unavailable(state.k.to(state.v.dtype), state.v):
-            return GroupedPages.of(state, rows, tokens, device)
-        kernel = self.kernels.get("triton")
-        if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
-            memory = kernel.fixed(state, rows, tokens, device)
-            if memory is not None:
-                return cast(Memory, memory)
-        return KeyMemory.like(state, rows, tokens, device, self.transition, None)
+        return self.store.in_place(self, state, rows, tokens, device, paged)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
@@ -203,6 +153,15 @@ class SoftmaxForms(Forms):
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
         """The gate of tokens of which some do not exist, or that are of several sequences."""
         return separated(gate, q, valid, cu_seqlens)
+
+    def place(
+        self, q: Tensor, k: Tensor, gate: Gate, state: Any, valid: Tensor | None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """q and k with what moves them once folded in, the cache's new phase, and the angle of all new tokens.
+
+        ``dtype`` is that of a kernel that is to read them, None without one; they may come out in it.
+        """
+        return q, k, None, None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions

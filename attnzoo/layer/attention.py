@@ -16,12 +16,11 @@ from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
 from attnzoo.forgetting.cache import Policy
 from attnzoo.forgetting.rules import Forgetting, room
-from attnzoo.forms.caches.inplace import MatrixMemory
-from attnzoo.forms.caches.pages.paged_cache import PagedCache
+from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_borders
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.layer import fused_recurrent
+from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import (
     check_cache,
@@ -35,7 +34,6 @@ from attnzoo.layer.checks import (
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, run
 from attnzoo.layer.forgetting import Forget, check_forgetting
-from attnzoo.layer.fused_paged import serves, step
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
@@ -48,6 +46,7 @@ from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
 OWN_GATES = frozenset(GATES.values())
+WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # by what a memory offers
 
 
 class Attention(PreciseModule):
@@ -285,8 +284,8 @@ class Attention(PreciseModule):
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set
-            pages = forms.new_pages(q, projected.k, projected.v, gate)
-            state = PagedCache.of(pages, eviction(self, cache.evict, pages, q.dtype))
+            empty = forms.store.new(q, projected.k, projected.v, gate)
+            state = replace(empty, evict=eviction(self, cache.evict, empty.pool, q.dtype))
         call = Call(q, projected.k, projected.v, gate, state, cache is not None, options)
         form = self._form(call)
         if self.keep_carries and form == "triton" and cache is None:
@@ -337,20 +336,19 @@ class Attention(PreciseModule):
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
-        if cache.whole and isinstance(cache.memory, MatrixMemory):
-            if x.shape[1] == 1:
-                return fused_recurrent.step(self, x, cache)
-        elif cache.whole:
-            return step(self, x, cache)
+        whole = WHOLE_STEPS[cache.memory.whole_steps] if cache.whole else None
+        if whole is not None and (x.shape[1] == 1 or not whole.ONE_TOKEN):
+            return whole.step(self, x, cache)
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
         o = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
-    def whole_steps(self, memory: object, dtype: torch.dtype) -> bool:
+    def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
         """Whether kernels over ``memory`` do all of a step but the products with weights, for x in ``dtype``."""
-        return fused_recurrent.serves(self, memory, dtype) if isinstance(memory, MatrixMemory) else serves(self, memory)
+        whole = WHOLE_STEPS.get(memory.whole_steps)
+        return whole is not None and whole.serves(self, memory, dtype)
 
     def step_options(self, bound: Tensor | None) -> Options:
         """What such a step is asked for; ``bound`` is that of the logits."""

@@ -148,7 +148,7 @@ def _able(serves: Callable[[Variant], bool]) -> str:
 
 def _has_pages(variant: Variant) -> bool:
     """Whether a cache of the variant may lie in pages."""
-    return bool(getattr(variant.form_set, "pages", False))
+    return bool(getattr(getattr(variant.form_set, "store", None), "pages", False))
 
 
 def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:

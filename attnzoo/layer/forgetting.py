@@ -237,10 +237,10 @@ class Forget(PreciseModule):
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
         return blended(teacher, found.o, self.blend), None
 
-    def fixed(
+    def in_place(
         self, variant: Variant, state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str
     ) -> ForgettingMemory:
-        """The memory of steps that change it in place; see :meth:`attnzoo.forms.softmax.SoftmaxForms.fixed`."""
+        """The memory of steps that change it in place; see :meth:`attnzoo.forms.softmax.SoftmaxForms.in_place`."""
         assert isinstance(variant.form_set, SoftmaxForms)
         return ForgettingMemory.like(state, rows, tokens, device, variant.form_set, self.network())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.untraced import untraced
@@ -19,11 +21,14 @@ from attnzoo.layer.modules import as_built
 OF_X = tuple(GATES[name] for name in ("none", "alibi", "forget", "independent", "fixed", "softplus"))  # of x alone
 
 
-def serves(layer: Any, memory: object) -> bool:
+ONE_TOKEN = False
+
+
+def serves(layer: Any, memory: Memory, dtype: torch.dtype) -> bool:
     """Whether :func:`step` does all that the layer does; ``memory`` is that of its cache."""
-    config, away = layer.config, getattr(getattr(memory, "evict", None), "offload", None)
+    config = layer.config
     return (
-        type(memory) is PagedMemory and memory.phase is None and away is None and type(layer.gate) in OF_X
+        type(layer.gate) in OF_X
         and not layer.variant.carries and layer.angle is None and layer.forget is None
         and layer.skip is None and layer.keys_per_token == 1 and config.num_qk_heads is None
         and {config.feature_map, config.key_feature_map} <= {"identity", None}
@@ -74,5 +79,4 @@ def _attend(
     centred, swish = config.output_norm == "group", config.output_gate == "swish"
     if scale is not None or out is not None:
         parts["finish"] = Finish(scale, config.output_norm_eps, centred, out, swish)  # type: ignore[arg-type]
-    assert isinstance(cache.memory, PagedMemory)
-    return cache.memory.whole_step(rows, parts, layer.step_options(cache.bound)).to(v.dtype)
+    return cast(PagedMemory, cache.memory).whole_step(rows, parts, layer.step_options(cache.bound)).to(v.dtype)

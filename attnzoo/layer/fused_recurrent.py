@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,10 @@ SERVED = tuple(
 )  # fmt: skip
 
 
-def serves(layer: Any, memory: MatrixMemory, dtype: torch.dtype) -> bool:
+ONE_TOKEN = True  # of each sequence in a step
+
+
+def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
     """Whether :func:`step` does all that the layer does in a step of one token, where a kernel would run its core.
 
     Args:
@@ -72,8 +75,7 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
 def _attend(
     layer: Any, cache: FixedCache, rows: tuple[Tensor, Tensor, Tensor], gates: dict[str, Any], out: Tensor | None
 ) -> Tensor:
-    config, memory = layer.config, cache.memory
-    assert isinstance(memory, MatrixMemory)
+    config, memory = layer.config, cast(MatrixMemory, cache.memory)
     norm = {"none": None, "l2": UNIT_EPS}.get(config.qk_norm)
     weight = None if layer.output_norm is None else layer.output_norm.weight
     finish = Finish(weight, config.output_norm_eps, config.output_norm == "group", out, config.output_gate == "swish")

@@ -13,7 +13,6 @@ from torch import Tensor
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.inplace import Memory, Rows
-from attnzoo.forms.caches.inplace_keys import KeyMemory
 from attnzoo.layer.stream import LayerCache, Stream
 
 
@@ -64,16 +63,16 @@ class FixedCache:
             UnavailableError: ``impl="triton"`` where no kernel serves such steps.
         """
         device, name = device or rows.length.device, layer.variant.name
-        fixed = getattr(layer.variant.form_set, "fixed", None)
-        if fixed is None:
+        in_place = getattr(layer.variant.form_set, "in_place", None)
+        if in_place is None:
             raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
         if layer.impl == "reference" and rows.length.is_cuda:
             paged = False  # plain operations read no pages without waiting for the GPU
         if layer.forget is None:
-            memory = fixed(like.state, rows, tokens, device, paged)
+            memory = in_place(like.state, rows, tokens, device, paged)
         else:
-            memory = layer.forget.fixed(layer.variant, like.state, rows, tokens, device)
-        if layer.impl == "triton" and isinstance(memory, KeyMemory):
+            memory = layer.forget.in_place(layer.variant, like.state, rows, tokens, device)
+        if layer.impl == "triton" and memory.plain:
             raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
         windows = {
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)

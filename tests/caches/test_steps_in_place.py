@@ -44,7 +44,7 @@ def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         attn(torch.randn(1, 1, 32, generator=draw), cache=like)
-        memory = attn.variant.form_set.kernels["triton"].fixed(like.state, batch, 16, "cpu")
+        memory = attn.variant.form_set.kernels["triton"].in_place(like.state, batch, 16, "cpu")
         assert isinstance(memory, CarriedMemory)
         windows = {name: x.new_zeros(4, *x.shape[1:]) for name, x in like.windows.items()}
         fixed = FixedCache(memory, windows, batch)
@@ -85,6 +85,6 @@ def test_steps_in_place_are_refused_where_nothing_that_was_asked_for_takes_them(
     layer.impl = "triton"
     with pytest.raises(UnavailableError, match="impl='triton': no kernel takes a step of 'path' in place"):
         FixedCache.of(layer, like[0], Rows.idle(1), 8)
-    monkeypatch.delattr(SoftmaxForms, "fixed")
+    monkeypatch.delattr(SoftmaxForms, "in_place")
     with pytest.raises(ValueError, match="variant: expected one whose FORMS offer a memory of fixed size, got 'path'"):
         Generator(build(attention="path"), 1, 8)

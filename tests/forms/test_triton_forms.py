@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from attnzoo import get, list_variants, oracle
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends.fox_path import on_packed
 from attnzoo.forms.caches.inplace import Rows
-from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
-from attnzoo.forms.caches.path_pages.inplace import GroupedPages
+from attnzoo.forms.caches.pages.inplace import PagedMemory
+from attnzoo.forms.caches.pages.paged_cache import Eviction
+from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.fox import GateSums
 from attnzoo.samples import random_inputs
@@ -128,7 +130,7 @@ def test_path_with_decays_steps_in_place() -> None:
         one = slice(row, row + 1)
         part = gate.map(lambda x, one=one: x[one]).slice(0, t)  # type: ignore[misc]
         _, state = variant.extend(q[one, :t], k[one, :t], v[one, :t], part, form="triton")
-        memory = memory or variant.form_set.kernels["triton"].fixed(state, rows, 20, "cpu")
+        memory = memory or variant.form_set.kernels["triton"].in_place(state, rows, 20, "cpu")
         memory.admit(row, state, 20)
         rows.begin(row, t)
     for n in range(2):
@@ -277,8 +279,8 @@ def test_the_kernels_step_over_keys_in_pages(name: str) -> None:
     inputs, variant = inputs_of(name, B=2, T=135), get(name)
     if name != "rope":
         inputs[3].log_decay[:, 70] = -torch.inf
-    pool = variant.form_set.new_pages(*piece(inputs, 0, 1))
-    states = [None, PagedCache.of(pool, Eviction(-20.0, None))]
+    empty = variant.form_set.store.new(*piece(inputs, 0, 1))
+    states, pool = [None, replace(empty, evict=Eviction(-20.0, None))], empty.pool
     for start, stop in ((0, 120), (120, 127), (127, 128), (128, 135)):
         now, form = piece(inputs, start, stop), "triton" if start else "reference"
         options = {"sink": torch.tensor([0.5, -0.5])}
@@ -298,7 +300,7 @@ def test_the_kernels_step_over_pages_leaves_out_what_does_not_exist(name: str) -
     inputs, variant = inputs_of(name, B=3, T=75), get(name)
     valid = torch.rand(3, 75, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.0], [0.95], [0.3]])
     valid[2, 69:] = False
-    states = [None, PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))]
+    states = [None, variant.form_set.store.new(*piece(inputs, 0, 1))]
     for start, stop in ((0, 62), (62, 69), (69, 74), (74, 75)):
         now, form = piece(inputs, start, stop), "triton" if start else "reference"
         q, k, v, gate = now
@@ -318,10 +320,10 @@ def test_the_memory_of_a_gpus_generator_goes_on_from_any_cache_of_path(paged: bo
     """Beside an idle row; of three proposals one is taken back."""
     inputs, variant = inputs_of("path_fox", T=136), get("path_fox")
     whole = variant.extend(*piece(inputs, 0, 127))[1]
-    state = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    state = variant.form_set.store.new(*piece(inputs, 0, 1))
     state = variant.extend(*piece(inputs, 0, 127), state)[1] if paged else whole
     rows = Rows.idle(2)
-    memory = GroupedPages.of(state, rows, 300, "cpu")
+    memory = PagedMemory.like(GroupedPool, state, rows, 300, "cpu", variant.form_set.place)
     memory.admit(1, state, 300)
     rows.begin(1, 127)
 
@@ -346,7 +348,7 @@ def test_the_memory_of_a_gpus_generator_goes_on_from_any_cache_of_path(paged: bo
 def test_tokens_are_taken_back_from_pages_of_carried_keys_after_steps_of_the_kernels() -> None:
     """Rejected ones, over the border of a page, and those of a call that failed."""
     inputs, variant = inputs_of("path_fox", T=140), get("path_fox")
-    whole, paged = None, PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    whole, paged = None, variant.form_set.store.new(*piece(inputs, 0, 1))
     for start, stop, form in ((0, 60, "reference"), (60, 63, "triton"), (63, 66, "triton"), (66, 135, "reference"),
                               (135, 140, "triton")):  # fmt: skip
         rejected = variant.extend(*piece(inputs, 0, 9), paged, form=form)[1]

@@ -179,6 +179,45 @@ def test_the_exceptions_are_needed() -> None:
     assert set(LAZY) <= {(one.importer, one.imported) for one in imports()}
 
 
+def cache_classes() -> set[str]:
+    """Classes of the caches' own: what a form remembers, and what that is made of."""
+    trees = (ast.parse(path.read_text()) for module, path in modules().items() if within(module, "forms.caches"))
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def told_apart(code: str, classes: Collection[str]) -> list[int]:
+    """Lines of code that ask whether something is one of ``classes``."""
+
+    def named(node: ast.AST) -> bool:
+        return any(getattr(x, "id", getattr(x, "attr", "")) in classes for x in ast.walk(node))
+
+    def is_type(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type"
+
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        asks = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass")
+        if asks and any(map(named, node.args[1:])):  # type: ignore[attr-defined]
+            found.append(node.lineno)  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Compare) and any(map(is_type, [node.left, *node.comparators])) and named(node):
+            found.append(node.lineno)
+    return sorted(found)
+
+
+def test_only_caches_tell_caches_apart() -> None:
+    """What others must know of a state or a memory is an attribute or a method of it."""
+    classes = cache_classes()
+    bad = [f"{module}:{line}" for module, path in modules().items() if not within(module, "forms.caches")
+           for line in told_apart(path.read_text(), classes)]  # fmt: skip
+    assert not bad, "\n".join(["they ask for the class of a cache:", *bad])
+
+
+def test_a_question_for_the_class_of_a_cache_is_found() -> None:
+    code = "isinstance(x, KVCache)\nisinstance(x, int | caches.PagedCache)\ntype(x) is KVCache\nisinstance(x, Tensor)\n"
+    assert told_apart(code, {"KVCache", "PagedCache"}) == [1, 2, 3]
+    assert {"KVCache", "PagedCache", "RecurrentState", "MatrixMemory", "KeyMemory", "CarriedPool"} <= cache_classes()
+
+
 def test_an_import_that_climbs_and_a_circle_are_found() -> None:
     """The reader of imports sees those at the top, in functions and under TYPE_CHECKING."""
     code = "import attnzoo.layer.gates\ndef f():\n    from attnzoo.forms import softmax\n    from attnzoo import Gate\n"

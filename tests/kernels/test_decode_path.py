@@ -205,7 +205,7 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
     Steps of several tokens are proposals, of which the last two are wrong and taken back.
     """
     (B, S, G, K), decays = x.k.shape, x.gate.log_decay is not None
-    pool = GroupedPool.of(
+    pool = GroupedPool.empty(
         B, G, case.H // G, K, case.V, dtype=x.v.dtype, device=DEVICE, decays=decays, pages=0, tokens=S, group=group
     )
     for b in range(B):
@@ -224,7 +224,7 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
         index = torch.where(index < at + kept, index, 0)
         pool.reserve([each] * B)
         q, k, v, gate = x.q[:, index], x.k[:, index], x.v[:, index], x.gate.map(lambda y, index=index: y[:, index])
-        o = pool.step(q, k, v, gate, x.options, all_of_them, each == 1)[:, :kept]
+        o = pool.step(q, k, v, gate, x.options, all_of_them, carry=each == 1)[:, :kept]
         if each > 1:
             pool.crop_sums(torch.full_like(pool.length, at + kept))
             pool.carry(k, gate, torch.full_like(pool.length, kept).long())
@@ -276,14 +276,14 @@ def test_pruning_reads_no_page_that_no_row_needs(grouped: bool, bounded: bool) -
     one.add(x.k[:, :298], x.v[:, :298], x.gate.map(lambda y: y[:, :298]), None)
     pool: CarriedPool | GroupedPool = one
     if grouped:
-        pool = GroupedPool.of(
+        pool = GroupedPool.empty(
             1, 2, 2, 16, 16, dtype=x.v.dtype, device=DEVICE, decays=True, pages=0, tokens=300, group=2
         )
         pool.adopt(0, GroupedPool.copy_of(one, group=2), 300)
     pool.reserve([2])
     pool.v[pool.table[0, 1, :3].long()] = math.nan
     last = x.new(case)
-    o = pool.step(*last, x.options, None, True) if isinstance(pool, GroupedPool) else pool.step(*last, x.options)
+    o = pool.step(*last, x.options)
     assert float((o.double() - want).abs().max()) <= 2e-4 * float(x.v.abs().max())
 
 

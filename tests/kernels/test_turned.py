@@ -145,7 +145,7 @@ def test_steps_in_place() -> None:
             q[one, :start], k[one, :start], v[one, :start], part.slice(0, start), None, form="triton"
         )  # fmt: skip
         if memory is None:
-            memory = cast(Any, FORMS.kernels["triton"].fixed)(state, batch, 24, DEVICE)
+            memory = cast(Any, FORMS.kernels["triton"].in_place)(state, batch, 24, DEVICE)
             assert isinstance(memory, TurnedMemory)
         memory.admit(row, state, 24)
         batch.begin(row, start)

@@ -196,7 +196,7 @@ def path_kernel() -> Kernel:
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
+    def in_place(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
         from attnzoo.kernels.path import triton_unavailable
 
         if state.k.shape[2] != state.v.shape[2] or triton_unavailable(state.k.to(state.v.dtype), state.v):
@@ -205,7 +205,7 @@ def path_kernel() -> Kernel:
 
     parts = frozenset({"log_decay", "log_diag", "w", "beta"})
     honours = HONOURED | {"keep_carries"}
-    return Kernel(run, extend, refuses, explain, fixed=fixed, parts=parts, honours=honours)
+    return Kernel(run, extend, refuses, explain, in_place=in_place, parts=parts, honours=honours)
 
 
 def step_inputs(

@@ -41,7 +41,7 @@ def refuses(call: Call) -> str:
     """Why the kernel cannot serve a call, or ""."""
     from attnzoo.kernels.linear import triton_unavailable
 
-    state = call.state.matrix if isinstance(call.state, RecurrentState) else None
+    state = None if call.state is None else call.state.matrix
     if records_any(call, call.options.get("write"), state):
         return "the fused recurrence has no gradient (run it under torch.no_grad())"
     return triton_unavailable(call.q, call.v)

@@ -61,10 +61,20 @@ class Memory(Protocol):
     """What a layer remembers of B sequences of their own lengths.
 
     Attributes:
-        on_host: whether :meth:`keep` waits for the device.
+        plain: whether a step is plain operations on every device.
     """
 
-    on_host: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether :meth:`keep` waits for the device."""
+        return False
+
+    @property
+    def whole_steps(self) -> str:
+        """The kernels that do a whole step of some layers over it: those over a ``"matrix"``, ``"pages"`` or none."""
+        return ""
 
     def step(self, call: Call, extend: Extend) -> Tensor:
         """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
@@ -110,6 +120,10 @@ class MatrixMemory(Memory):
     matrix: Tensor
     rows: Rows
     last: tuple[Call, Extend] | None = None
+
+    @property
+    def whole_steps(self) -> str:
+        return "matrix"
 
     @staticmethod
     def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class KeyMemory(Memory):
 
     Args:
         transition: what multiplies the keys before a new one; None where they stand as they were written.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.additive.AdditiveForms`, or None.
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.SoftmaxForms`, or None.
         rows: see :class:`Rows`.
         k: keys, ``[B, G, K, S]`` (``[B, H, K, S]`` where the transition is per query head).
         v: values, ``[B, G, S, V]``.
@@ -46,6 +46,7 @@ class KeyMemory(Memory):
     decay: Tensor | None
     phase: Tensor | None
     last: Call | None = None
+    plain: ClassVar[bool] = True
 
     @staticmethod
     def like(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,33 @@ from attnzoo.algebra.values import reads_values, records
 from attnzoo.forms.caches.device_memory import check_room, size_of
 
 ROOM = 256  # buffers hold multiples of this many tokens
+
+
+class State(Protocol):
+    """What a call hands to the next one, of either side: :class:`RecurrentState`, :class:`KVCache` or a cache in pages.
+
+    Attributes:
+        in_pages: whether its keys lie in the pages of a pool, some of which may be evicted.
+        grows: whether it gets longer with the tokens.
+    """
+
+    in_pages: ClassVar[bool]
+    grows: ClassVar[bool]
+
+    def __len__(self) -> int:
+        """How many tokens it has seen, padding included."""
+
+    def reorder(self, index: Tensor) -> State:
+        """The rows ``index`` of the batch, in that order; see :func:`check_rows`."""
+
+    def crop(self, tokens: int) -> State:
+        """The state after the first ``tokens`` tokens; a ``ValueError`` where those cannot be had back."""
+
+    def detach(self) -> State:
+        """The same numbers without their history of gradients."""
+
+    def to(self, device: torch.device | str) -> State:
+        """The state on another device; dtypes stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +56,8 @@ class RecurrentState:
     matrix: Tensor
     tokens: int = 0
     disposable: bool = False
+    in_pages: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return self.tokens
@@ -83,6 +112,9 @@ class KVCache:
     angle: Tensor | None = None
     carried: bool = False
     sums: Any = None
+    in_pages: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
+    evict: ClassVar[None] = None
 
     def __len__(self) -> int:
         return self.k.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -45,11 +45,11 @@ class Eviction:
             away = replace(away, query=away.query.to(device), own=away.own.to(device))
         return replace(self, bounds=bounds, offload=away)
 
-    def give_up(self, pool: KeyPool) -> int:
-        """Let ``pool`` give up what no row to come needs; how many pages have become free."""
-        if self.offload is None:
-            return pool.evict(self.log_eps, self.bounds, self.window)
-        return pool.evict(self.log_eps, self.offload.bounds, self.window, self.offload.keep)
+    def evict(self, pool: KeyPool) -> int:
+        """How many pages have become free, as ``pool`` has given back those that no row to come needs."""
+        away = self.offload
+        bounds, keep = (self.bounds, None) if away is None else (away.bounds, away.keep)
+        return pool.evict(self.log_eps, bounds, self.window, keep)
 
     def look(self, pool: KeyPool, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
         """Bring back the keys that the rows of a call may need, before its tokens are added.
@@ -102,6 +102,8 @@ class PagedCache:
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
     mark: int = 0
     base: int = 0
+    in_pages: ClassVar[bool] = True
+    grows: ClassVar[bool] = True
 
     @staticmethod
     def of(pool: KeyPool, evict: Eviction | None = None, **seen: Any) -> PagedCache:
@@ -141,7 +143,7 @@ class PagedCache:
         self._settle()
         pages = sum(n // PAGE for n in self.lengths)
         if self.evict is not None and pages != self.pool.looked:  # at most once a page
-            if self.evict.give_up(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
+            if self.evict.evict(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
                 self.pool.compact()
             self.pool.looked = pages
 

@@ -4,21 +4,126 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.pruning import QueryBounds, evictable
 from attnzoo.algebra.sums import running_sum
+from attnzoo.forms.caches.pages.attention import append_and_attend, attend_rows, first_visible
 from attnzoo.forms.caches.pages.page_table import PAGE as PAGE
 from attnzoo.forms.caches.pages.page_table import Pages
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.protocol import Call
+
+ROWS = 128  # at a time
 
 
 @dataclass(eq=False)
 class KeyPool(Pages):
-    """The keys and values in the pages of a pool; its tensors are those of :class:`Pages`."""
+    """Keys and values in the pages of a pool, standing as they were written; its tensors are those of :class:`Pages`.
+
+    This is the contract of all pools. A cache that calls hand on (:class:`~.paged_cache.PagedCache`) and a memory that
+    steps change in place (:class:`~.inplace.PagedMemory`) both add tokens by :meth:`extend` and :meth:`step`. The
+    second begins with :meth:`like`, takes sequences by :meth:`holding`, and tokens back by :meth:`keep`.
+
+    Attributes:
+        group: pages that share one product of transitions; 0 where none carries the keys.
+        shares: whether a whole page is never written to again, so that sequences may share it.
+        on_host: whether :meth:`keep` waits for the device.
+    """
+
+    group: ClassVar[int] = 0
+    shares: ClassVar[bool] = True
+    on_host: ClassVar[bool] = False
+
+    @classmethod
+    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
+        """A pool of B empty sequences of up to ``tokens`` tokens, with heads and channels as in ``state``.
+
+        It has pages for all of these tokens from the start, or where keys are evicted takes them as they are needed.
+
+        Args:
+            state: a :class:`~attnzoo.KVCache` or a cache in pages, of one sequence that has a token.
+        """
+        one = pool_of(state)
+        (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
+        return cls.empty(
+            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
+            pages=B * G * (1 if state.evict is not None else -(-tokens // PAGE)), tokens=tokens,
+        )  # fmt: skip
+
+    def holding(self, state: Any) -> KeyPool:
+        """The keys of a state of one sequence in a pool of this kind, to be read: both stay as they are."""
+        return pool_of(state)
+
+    @torch.no_grad()
+    def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
+        """Add T tokens to every sequence; as :meth:`append`, with a gate per token and v with its own heads."""
+        self.append(k, expand_heads(v, k.shape[2]), gate.log_decay, valid)
+
+    @torch.no_grad()
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add T tokens to every sequence and attend to all that is there, in plain operations.
+
+        Args:
+            q: scaled queries ``[B, H, T, K]``, in the dtype of the computation.
+            k: ``[B, T, G, K]``, with the transitions that move it once folded in.
+            v: ``[B, T, G, V]``.
+            gate: theirs, per token.
+            valid: those that exist, ``[B, T]``, or None for all.
+            window: each sees that many tokens, itself among them; None for all.
+
+        Returns:
+            Output ``[B, H, T, V]`` without a sink, and the log-sum-exps ``[B, H, T]``.
+        """
+        B, T = k.shape[:2]
+        rank = torch.arange(T, device=q.device).expand(B, T) if valid is None else valid.cumsum(1) - 1
+        at, since = (self.length.long()[:, None] + rank).clamp(min=0), None
+        if gate.log_decay is not None:
+            since = first_visible(cast(Tensor, self.since), gate.log_decay, at)
+        self.add(k, v, gate, valid)
+        found = []
+        for start in range(0, T, ROWS):
+            now = slice(start, start + ROWS)
+            visible = None if since is None else since[:, :, now]
+            found.append(attend_rows(q[:, :, now], self, at[:, now], visible, window))
+        o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+        return o, lse
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None,
+        impl: Literal["triton", "reference"] = "triton", carry: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Add few tokens and attend: ``[B, T, H, V]``. There are pages for them; the host counts them elsewhere.
+
+        Args:
+            q: ``[B, T, H, K]``; the others as those of :meth:`extend`.
+            given: as that of :func:`~attnzoo.forms.caches.pages.attention.append_and_attend`.
+            count: the last tokens that each sequence gets, ``[B]`` int32; None for all of them.
+            impl: of ``attnzoo.kernels.decode``.
+            carry: False where :meth:`keep` follows.
+        """
+        k, v = (expand_heads(x, self.table.shape[1]) for x in (k, v))
+        return append_and_attend(self, q, k, v, gate.log_decay, given, impl, count)
+
+    def counted(self, counts: Sequence[int]) -> None:
+        """The host counts the tokens of a :meth:`step`."""
+        self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+
+    def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
+        """Keep the first ``kept[b]`` tokens of the last :meth:`step`, after which there are ``length[b]``.
+
+        Args:
+            call: of the step; None where nothing is to be carried.
+            kept: ``[B]`` int64.
+            length: ``[B]`` int64.
+        """
+        self.crop_sums(length.int())
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -250,6 +355,19 @@ class KeyPool(Pages):
         page_sum, total = cast(Tensor, self.page_sum), cast(Tensor, self.total)
         sums = page_sum[b, heads, first : -(-S // PAGE)].mT[:, None] + self.decay[ids].double()
         return k, v, (total[b, heads] - sums.flatten(0, 1)[:tokens]), first * PAGE
+
+
+def pool_of(state: Any) -> KeyPool:
+    """The keys of a state of one sequence, in pages; of a :class:`~attnzoo.KVCache` as they stand there."""
+    if state.in_pages:
+        return cast(KeyPool, state.keys())
+    (S, G, K), gates = state.k.shape[1:], state.log_decay
+    pool = KeyPool.empty(
+        1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
+        device=state.v.device, decays=gates is not None, pages=G * -(-S // PAGE), tokens=S,
+    )  # fmt: skip
+    pool.append(state.k, expand_heads(state.v, G), gates)
+    return pool
 
 
 def in_front(B: int, T: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, list[int]]:

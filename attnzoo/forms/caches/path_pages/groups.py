@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.forms.caches.pages.page_table import CHUNK
-from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, longest
+from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, longest, pool_of
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, path_tokens, step_pool
 from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.protocol import Call
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups, PathTokens
 
 GROUP = 8  # pages
@@ -32,22 +34,29 @@ class GroupedPool(KeyPool):
         base: how many of the first groups have none: their keys stand as one later token left them all, ``[B]`` int32.
     """
 
+    group: ClassVar[int] = GROUP
+    shares: ClassVar[bool] = False
+
     open_keys: Tensor
     open_factor: Tensor
     factors: Tensor
     base: Tensor
 
     @classmethod
-    def of(
-        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str, decays: bool,
-        pages: int, tokens: int, group: int = GROUP,
+    def empty(
+        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+        decays: bool = True, pages: int = 0, tokens: int = 0, group: int = GROUP, **more: Any,
     ) -> Self:  # fmt: skip
         """A pool of B empty sequences of up to ``tokens`` tokens, ``group`` pages a group; see :meth:`Pages.empty`."""
         groups = -(-max(CHUNK, -(-tokens // PAGE)) // group)
-        return cls.empty(
+        return super().empty(
             B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens,
-            **_opened(B, G, K, device, group), factors=torch.zeros(B, G, groups, K, K, device=device),
+            **_opened(B, G, K, device, group), factors=torch.zeros(B, G, groups, K, K, device=device), **more,
         )  # fmt: skip
+
+    def holding(self, state: Any) -> GroupedPool:
+        keys, group = None if state.in_pages else state.k[0], self.open_keys.shape[2] // PAGE
+        return self.copy_of(pool_of(state), keys, group)
 
     @classmethod
     @torch.no_grad()
@@ -78,16 +87,19 @@ class GroupedPool(KeyPool):
         kept: dict[str, Any] = {f.name: getattr(pool, f.name) for f in fields(KeyPool)} | {"k": k, "k_norm": norms}
         return cls(**kept, **cast(dict[str, Any], opened), factors=pages.new_empty(1, G, 0, K, K))
 
+    @untraced  # its kernels write to the pool where it stands
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None, carry: bool
-    ) -> Tensor:
-        """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere.
-
-        Args:
-            carry: False where :meth:`carry` follows.
-        """
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None,
+        impl: Literal["triton", "reference"] = "triton", carry: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """As :meth:`KeyPool.step`, always in kernels."""
         tokens = path_tokens(k.to(self.k.dtype), gate, count)
         return step_pool(self, q, v, tokens, self._groups, given, carry)
+
+    def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
+        assert call is not None
+        self.crop_sums(length.int())
+        self.carry(call.k, call.gate.per_token(call.q), kept)
 
     def carry(self, k: Tensor, gate: Gate, kept: Tensor) -> None:
         """Carry keys over the first ``kept[b]`` tokens of a step that did not; the lengths count them."""

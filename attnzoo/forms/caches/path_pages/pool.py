@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -24,15 +24,13 @@ from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import Pages
-from attnzoo.forms.caches.pages.paged_cache import PagedCache
-from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, LastRows, in_front, longest
-from attnzoo.forms.caches.state import append_valid
-from attnzoo.forms.options import SoftmaxOptions, existing
-from attnzoo.forms.readout import least_logit
+from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, in_front, longest
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.readout import attend_with_sink, least_logit
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode.path_state import NearKeys, PathGroups, PathTokens
 
-ROWS = 128  # at a time
 NEAR = ("near_k", "near_w", "near_beta")
 
 
@@ -47,6 +45,9 @@ class CarriedPool(KeyPool):
         near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
     """
+
+    group: ClassVar[int] = 1
+    on_host: ClassVar[bool] = True
 
     factor: Tensor
     near_k: Tensor
@@ -69,6 +70,29 @@ class CarriedPool(KeyPool):
         )  # fmt: skip
         pool.v = pool.v.to(values)
         return pool
+
+    @classmethod
+    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
+        """As :meth:`KeyPool.like`, of a cache in such pages."""
+        return cls._shaped(state.pool, B, tokens, device)
+
+    @classmethod
+    def _shaped(cls, pool: CarriedPool, B: int, tokens: int, device: torch.device | str) -> Self:
+        """A pool of B empty sequences with heads and channels as in ``pool``."""
+        (G, K), R = (pool.table.shape[1], pool.k.shape[2]), 1 if pool.decay is None else pool.decay.shape[2]
+        return cls.of(
+            B, G, R, K, pool.v.shape[2], dtype=pool.k.dtype, values=pool.v.dtype, device=device,
+            decays=pool.decay is not None, pages=B * G, tokens=tokens, factors=pool.factors,
+        )  # fmt: skip
+
+    def holding(self, state: Any) -> CarriedPool:
+        if state.in_pages:
+            return cast(CarriedPool, state.keys())
+        # its keys stand as the last token has left them all: as if no token before had a factor
+        one = self._shaped(self, 1, len(state), state.k.device)
+        w = state.k.new_zeros(*state.k.shape[:3], *one.near_w.shape[3:])
+        one.add(state.k, state.v, Gate(log_decay=state.log_decay, w=w, beta=w[..., 0]), None)
+        return one
 
     @property
     def factors(self) -> int | None:
@@ -127,12 +151,48 @@ class CarriedPool(KeyPool):
         odd = self.table.new_tensor([near_base(n) // PAGE % 2 for n in self.lengths]).bool()
         return torch.where(odd.view(-1, *(1,) * (x.ndim - 1)), x.roll(PAGE, 2), x)
 
+    @torch.no_grad()
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        found = []
+        for start in range(0, k.shape[1], ROWS):
+            now = slice(start, start + ROWS)
+            part, there = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
+            found.append(attend_carried(q[:, :, now], k[:, now], v[:, now], part, self, there, window))
+            self.add(k[:, now], v[:, now], part, there)
+        o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+        return o, lse
+
+    @untraced  # it changes the pool where it stands
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None
-    ) -> Tensor:
-        """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere."""
-        groups = PathGroups(self.factor, near=NearKeys(self.near_k, self.near_w, self.near_beta))
-        return step_pool(self, q, v, path_tokens(k, gate, count), groups, given)
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None,
+        impl: Literal["triton", "reference"] = "triton", carry: bool = True,
+    ) -> Tensor:  # fmt: skip
+        if impl == "triton":
+            groups = PathGroups(self.factor, near=NearKeys(self.near_k, self.near_w, self.near_beta))
+            return step_pool(self, q, v, path_tokens(k, gate, count), groups, given)
+        (T, H, K), lengths = q.shape[1:], self.lengths
+        there = None if count is None else torch.arange(T, device=q.device) >= T - count[:, None]
+        scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale)
+        o, lse = self.extend(scaled, k, v, gate, there, given.window)
+        self.lengths = lengths
+        return attend_with_sink(o, lse, given.sink)[0].transpose(1, 2).to(v.dtype)
+
+    def counted(self, counts: Sequence[int]) -> None:
+        super().counted(counts)
+        self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
+
+    def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
+        """As :meth:`KeyPool.keep`; it waits for the device: which pages hold these tokens is known to the host."""
+        assert call is not None
+        before, T = self.lengths, call.q.shape[1]
+        counts = list(zip(before, kept.tolist(), strict=True))
+        left, there = [n + more for n, more in counts], [n + T * (more > 0) for n, more in counts]
+        if left != there:
+            self.lengths = there
+            self.crop(left)
+        self.lengths = before  # the host counts them after the step
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
@@ -199,40 +259,6 @@ def shifted(x: Tensor, by: Tensor) -> Tensor:
     return found.masked_fill(~there.view(shape), 0)
 
 
-class Separating(Protocol):
-    """What the rows of a call need of the variant's forms."""
-
-    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
-
-
-@torch.no_grad()
-def extend_carried(
-    forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
-) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-    """Attend to all that is there and add T tokens; as :func:`~attnzoo.forms.caches.pages.attention.extend_pages`."""
-    (T, H, K), dtype, valid = q.shape[1:], compute_dtype(q), given.valid
-    pool = cast(CarriedPool, state.pool)
-    state.begin()
-    if valid is not None:
-        q, k, v = existing(valid, q, k, v)
-    gate = forms.separated(gate, q, valid, None).per_token(q)
-    there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
-    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
-    state.look(scaled, k, valid)
-    found = []
-    for start in range(0, T, ROWS if state.stores else T):
-        now = slice(start, start + ROWS if state.stores else T)
-        part, exists = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
-        if state.stores:
-            found.append(attend_carried(scaled[:, :, now], k[:, now], v[:, now], part, pool, exists, given.window))
-        pool.add(k[:, now], v[:, now], part, exists)
-    new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
-    if not found:
-        return None, new
-    o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
-    return (o, lse), new
-
-
 def step_pool(
     pool: KeyPool, q: Tensor, v: Tensor, tokens: PathTokens, groups: PathGroups, given: SoftmaxOptions,
     carry: bool = True,
@@ -248,29 +274,6 @@ def path_tokens(k: Tensor, gate: Gate, count: Tensor | None) -> PathTokens:
     """New tokens with gates per token, of which each sequence gets ``count [B]``, or all."""
     log_decay = None if gate.log_decay is None else gate.log_decay.float()
     return PathTokens(k, cast(Tensor, gate.w), cast(Tensor, gate.beta), log_decay, count)
-
-
-@untraced  # its kernels write to the pool where it stands
-@torch.no_grad()
-def step_carried(
-    forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
-) -> tuple[Tensor, PagedCache]:
-    """As :func:`extend_carried`, for few tokens, in kernels; the output is ``[B, T, H, V]``."""
-    (B, T, H, K), pool, valid = q.shape, cast(CarriedPool, state.pool), given.valid
-    state.begin()
-    if valid is not None:
-        q, k, v = existing(valid, q, k, v)
-    gate = forms.separated(gate, q, valid, None).per_token(q)
-    if state.evict is not None and state.evict.offload is not None:
-        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, valid)
-    there = append_valid(cast(Any, state), valid, k)
-    last = LastRows.of(valid, B, T)
-    q, k, v = (last.take(x) for x in (q, k, v))
-    pool.reserve(last.counts)
-    o = last.put(pool.step(q, k, v, gate.map(last.take), given, last.count))
-    pool.lengths = [n + more for n, more in zip(pool.lengths, last.counts, strict=True)]
-    pool.known = [max(known, near_base(n)) for known, n in zip(pool.known, pool.lengths, strict=True)]
-    return o, PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
 
 
 def attend_carried(
