@@ -20,7 +20,7 @@ def attention_gradients(forward: NamedOp[Any, Any], backward: NamedOp[Any, Any],
     operands = wanted._fields
     receivers = {name: f"to_{name}" for name in operands if f"to_{name}" in forward.inputs.names}
 
-    def differentiate(x: Any, made: Any, grads: Any, asked: frozenset[str]) -> dict[str, Any]:
+    def differentiate(x: Any, made: Any, grads: Any, asked: set[str]) -> dict[str, Any]:
         unrounded = not asked.isdisjoint(receivers.values())
         places = receivers if unrounded else {}
         needed = wanted(*(places.get(name, name) in asked for name in operands))

@@ -2,14 +2,13 @@
 
 A field that is a named tuple itself is handed on field by field. Fields keep their names; the second of a name gets
 that of its tuple as a prefix. An op of torch returns no None, so an output that is not there leaves it as a vector
-without elements, which is None again for who reads outputs by name; the same holds for inputs.
+without elements, which is None again for who reads outputs by name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
@@ -58,7 +57,7 @@ class NamedOp(Generic[Inputs, Outputs]):
         return self(given) if traced(x) else self.run(given)
 
     def differentiable(
-        self, backward: Callable[[Inputs, Outputs, Outputs, frozenset[str]], Mapping[str, Any]], *,
+        self, backward: Callable[[Inputs, Outputs, Outputs, set[str]], Mapping[str, Any]], *,
         inputs: Sequence[str], outputs: Sequence[str],
     ) -> None:  # fmt: skip
         """Give the op a gradient.
@@ -78,15 +77,14 @@ class NamedOp(Generic[Inputs, Outputs]):
             ctx.set_materialize_grads(False)
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
-            given, made = list(ctx.given), [None] * len(outs.names)
-            for leaves, places, tensors in (
-                (given, of_inputs, ctx.saved_tensors), (made, of_outputs, ctx.saved_tensors[len(of_inputs) :])
-            ):  # fmt: skip
-                for i, x in zip(places, tensors, strict=False):
-                    leaves[i] = x
-            wanted = frozenset(name for name, x in zip(ins.names, ctx.needs_input_grad, strict=True) if x)
-            found = backward(ins.read(given), outs.read(made), outs.read(grads), wanted)
-            return tuple(found.get(name) for name in ins.names)
+            given, made, saved = [*ctx.given], [None] * len(outs.names), ctx.saved_tensors
+            for i, x in zip(of_inputs, saved, strict=False):
+                given[i] = x
+            for i, x in zip(of_outputs, saved[len(of_inputs) :], strict=True):
+                made[i] = x
+            wanted = {name for name, x in zip(ins.names, ctx.needs_input_grad, strict=True) if x}
+            found = backward(ins.built(given), outs.read(made), outs.read(grads), wanted)
+            return tuple(map(found.get, ins.names))
 
         self._definition.register_autograd(differentiate, setup_context=save)
 
@@ -105,11 +103,12 @@ class NamedOp(Generic[Inputs, Outputs]):
         """``function`` of the leaves one by one, with the signature that torch reads the op's schema from."""
 
         def call(*leaves: Any) -> Any:
-            made = self.outputs.leaves(function(self.inputs.read(leaves)))
-            if self.outputs.single:
-                return made[0]
-            like = next(x for x in (*made, *leaves) if x is not None)
-            return tuple(like.new_empty(0) if x is None else x for x in made)
+            made = self.outputs.leaves(function(self.inputs.built(leaves)))
+            for i, x in enumerate(made):
+                if x is None:
+                    like = next(x for x in (*made, *leaves) if x is not None)
+                    made[i] = like.new_empty(0)
+            return made[0] if self.outputs.single else tuple(made)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind, annotation=t) for name, t in self.inputs.types.items()]
@@ -124,24 +123,44 @@ class _Fields:
 
     Attributes:
         types: annotations of the leaves by name.
-        nested: per field its own leaves, None where it is one leaf, and whether it may be None.
         single: whether there is one leaf alone.
+        leaves: the list of the leaves of a named tuple.
+        built: the named tuple of a list of leaves, with None for an optional tuple without any leaf.
     """
 
+    leaves: Callable[[Any], list[Any]]
+    built: Callable[[Sequence[Any]], Any]
+
     def __init__(self, of: type[Any]) -> None:
-        self.of, self.types = of, dict[str, Any]()
-        self.nested: list[tuple[_Fields | None, bool]] = []
-        for name, annotation in get_type_hints(of).items():
-            kinds = get_args(annotation) or (annotation,)
-            tuples = [t for t in kinds if hasattr(t, "_fields")]
-            inner, optional = _Fields(tuples[0]) if tuples else None, NoneType in kinds
-            self.nested.append((inner, optional))
-            for leaf, kind in {name: annotation}.items() if inner is None else inner.types.items():
-                leaf = f"{name}_{leaf}" if leaf in self.types else leaf
-                self.types[leaf] = kind | None if optional else kind
+        self.types: dict[str, Any] = {}
+        kinds: dict[str, type[Any]] = {}
+        taken, built = self._read(of, "x", kinds)
+        # written out, as namedtuple does it: loops over fields would take longer than the op's own way
+        self.leaves, self.built = (eval(f"lambda x: {source}", kinds) for source in (f"[{taken}]", built))
         self.names, self.single = tuple(self.types), len(self.types) == 1
-        self.empty = [NoneType in get_args(t) for t in self.types.values()]
-        self.flat = all(inner is None for inner, _ in self.nested)
+        self._optional = [i for i, t in enumerate(self.types.values()) if {Tensor, NoneType} <= {*get_args(t)}]
+
+    def _read(self, of: type[Any], at: str, kinds: dict[str, type[Any]], optional: bool = False) -> tuple[str, str]:
+        """Sources of the leaves of ``at``, and of a named tuple of leaves x from the next one on; adds the leaves."""
+        taken, built, needed = [], [], []
+        for name, annotation in get_type_hints(of).items():
+            options = get_args(annotation) or (annotation,)
+            tuples = [t for t in options if hasattr(t, "_fields")]
+            here, begin = f"{at}.{name}", len(self.types)
+            if tuples:
+                inner, made = self._read(tuples[0], here, kinds, optional or NoneType in options)
+                absent = f"(None,) * {len(self.types) - begin} if {here} is None else"
+                taken.append(f"*({absent} ({inner},))" if NoneType in options else inner)
+                built.append(made)
+            else:
+                leaf = f"{'_'.join(at.split('.')[1:])}_{name}" if name in self.types else name
+                self.types[leaf] = annotation | None if optional else annotation
+                taken.append(here)
+                built.append(f"x[{begin}]")
+                needed += [] if NoneType in options else [f"x[{begin}] is None"]
+        kinds[of.__name__] = of
+        made = f"{of.__name__}({', '.join(built)})"
+        return ", ".join(taken), f"(None if {needed[0]} else {made})" if optional and needed else made
 
     def places(self, names: Sequence[str]) -> list[int]:
         """Where the leaves of these names are."""
@@ -150,34 +169,11 @@ class _Fields:
                 raise ValueError(f"saved: expected names among {self.names}, got {name!r}")
         return [self.names.index(name) for name in names]
 
-    def leaves(self, value: Any) -> list[Any]:
-        """The leaves of a named tuple, or as many None."""
-        if value is None:
-            return [None] * len(self.names)
-        if self.flat:
-            return [*value]
-        found: list[Any] = []
-        for x, (inner, _) in zip(value, self.nested, strict=True):
-            found += [x] if inner is None else inner.leaves(x)
-        return found
-
-    def read(self, leaves: Sequence[Any]) -> Any:
-        """The named tuple of leaves, with None for vectors without elements, and for optional tuples without leaves."""
-        return self._built(iter([
-            None if empty and isinstance(x, Tensor) and x.ndim == 1 and x.shape[0] == 0 else x
-            for x, empty in zip(leaves, self.empty, strict=True)
-        ]))  # fmt: skip
-
-    def _built(self, leaves: Iterator[Any]) -> Any:
-        if self.flat:
-            return self.of(*islice(leaves, len(self.names)))
-        fields: list[Any] = []
-        for inner, optional in self.nested:
-            if inner is None:
-                fields.append(next(leaves))
-            elif optional:
-                own = [*islice(leaves, len(inner.names))]
-                fields.append(None if all(x is None for x in own) else inner._built(iter(own)))
-            else:
-                fields.append(inner._built(leaves))
-        return self.of(*fields)
+    def read(self, outputs: Sequence[Any]) -> Any:
+        """The named tuple of an op's outputs, or their gradients, with None for vectors without elements."""
+        found = [*outputs]
+        for i in self._optional:
+            x = found[i]
+            if x is not None and x.ndim == 1 and not x.shape[0]:
+                found[i] = None
+        return self.built(found)

@@ -128,14 +128,13 @@ def _kept_gates(given: FoxOperands, sums: KeptSums, valid: Some, splits_keys: bo
         else:
             begins = window_starts(valid, window)[:, None, first:].int()
         first_visible = torch.maximum(first_visible, begins)
-    rows = RowGates(sums.c, sums.base, first_visible)
+    c, base, start = sums.c, sums.base, None
     if given.options.bound:
-        rows = rows._replace(first_computed=prune_starts(given, rows, sums.tails, valid, sums.longest))
-    if splits_keys:
-        return rows
-    units = (S + KEY_UNIT - 1) // KEY_UNIT
-    c, base = sums.c[..., : units * KEY_UNIT].contiguous(), sums.base[..., : units + 1].contiguous()
-    return rows._replace(c=c, base=base)
+        start = prune_starts(given, RowGates(c, base, first_visible), sums.tails, valid, sums.longest)
+    if not splits_keys:
+        units = (S + KEY_UNIT - 1) // KEY_UNIT
+        c, base = c[..., : units * KEY_UNIT].contiguous(), base[..., : units + 1].contiguous()
+    return RowGates(c, base, first_visible, start)
 
 
 def _infer_fake(x: FoxInference) -> FoxInferred:

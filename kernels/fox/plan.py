@@ -61,6 +61,11 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
 _TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
+_PRUNE = {  # of the rows whose log-sum-exp pruning computes, by architecture
+    "hopper": Tiles(64, KEY_UNIT, 4, 3, tma=True),
+    "safe": Tiles(128, KEY_UNIT, 4, 2),
+    "wide": Tiles(32, KEY_UNIT, 4, 1),
+}
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -134,7 +139,7 @@ def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tup
 def prune_tiles(T: int, K: int, dtype: torch.dtype, machine: Machine, described: bool = True) -> Tiles:
     """Tiles of the rows whose log-sum-exp pruning computes, and of keys; ``described``: see ``Call``."""
     if head_block(K) * dtype.itemsize > 256:  # small enough for the shared memory of small multiprocessors
-        return Tiles(32, KEY_UNIT, 4, 1)
-    if described and machine.hopper and machine.descriptors and dtype.itemsize == 2 and T >= 64:
-        return Tiles(64, KEY_UNIT, 4, 3, tma=True)
-    return Tiles(128, KEY_UNIT, 4, 2)
+        return _PRUNE["wide"]
+    if described and machine.descriptors and dtype.itemsize == 2 and T >= 64:
+        return _PRUNE.get(machine.architecture, _PRUNE["safe"])
+    return _PRUNE["safe"]

@@ -118,7 +118,7 @@ def _backward_fake(x: RotationBackward) -> RotationGradients:
     return RotationGradients(x.angle.new_empty(x.angle.shape) if x.of_angle else None, *like)  # type: ignore[arg-type]
 
 
-def _gradients(x: Rotation, made: Rotated, grads: Rotated, wanted: frozenset[str]) -> dict[str, Some]:
+def _gradients(x: Rotation, made: Rotated, grads: Rotated, wanted: set[str]) -> dict[str, Some]:
     """Of receivers, where there are any; what has turned has none then."""
     given = (grads.to_q, grads.to_k, grads.to_w) if x.received else grads.turned
     dys = (

@@ -45,7 +45,7 @@ def shapes(given: Product) -> Result:
 seen: list[Any] = []
 
 
-def gradient(given: Product, made: Result, grads: Result, wanted: frozenset[str]) -> dict[str, Tensor]:
+def gradient(given: Product, made: Result, grads: Result, wanted: set[str]) -> dict[str, Tensor]:
     seen[:] = [given, made, grads, wanted]
     dy = grads.y if grads.kept is None else 2 * grads.kept if grads.y is None else grads.y + 2 * grads.kept
     assert dy is not None
