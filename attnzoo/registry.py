@@ -162,7 +162,7 @@ class Variant:
         """The object behind it all, whose functions do not check their inputs."""
         return cast(FormSet, self.module.FORMS)
 
-    @functools.cached_property
+    @property  # cached ones cannot be compiled before they have been read
     def own(self) -> bool:
         """Whether its forms and their transition are this package's: those take the inputs of a layer unchecked."""
         transition = getattr(self.form_set, "transition", None)

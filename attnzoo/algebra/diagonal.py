@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.sums import power_of_2
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums, with_own_scores
 
 LEAF = 2  # tokens of the smallest group
@@ -72,7 +73,7 @@ class Sums(NamedTuple):
 def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
     """Scores of all pairs j <= i of a block; q, k and the sums ``[..., C, K]``, result ``[..., C, C]``."""
     C = q.shape[-2]
-    size = max(LEAF, 1 << (C - 1).bit_length())
+    size = max(LEAF, power_of_2(C))
     if size > C:
         q, k = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k))
         sums = sums.map(lambda x: torch.cat([x, *[x[..., -1:, :]] * (size - C)], -2))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
-from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.sums import power_of_2, running_sum
 from attnzoo.algebra.values import readable
 
 
@@ -247,7 +247,7 @@ def join_tokens(q: Tensor, k: Tensor, factors: Tensor) -> ClosedForm:
         factors: the diagonal blocks of ``R_t^T``, ``[..., C, K/P, P, P]``.
     """
     C, K = q.shape[-2:]
-    missing = (1 << (C - 1).bit_length()) - C
+    missing = power_of_2(C) - C
     if missing:
         q, k = (F.pad(x, (0, 0, 0, missing)) for x in (q, k))
         eye = torch.eye(factors.shape[-1], dtype=q.dtype, device=q.device)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.sums import power_of_2
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 
 BASE = 8  # rows of the smallest block that is inverted row by row
@@ -17,7 +18,7 @@ class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def forward(lower: Tensor) -> Tensor:
         C = lower.shape[-1]
-        size = max(BASE, 1 << (C - 1).bit_length())
+        size = max(BASE, power_of_2(C))
         lower = torch.nn.functional.pad(lower, (0, size - C, 0, size - C))
         blocks = lower.unflatten(-1, (-1, BASE)).unflatten(-3, (-1, BASE)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
         inverse = torch.eye(BASE, dtype=lower.dtype, device=lower.device).expand(blocks.shape).contiguous()

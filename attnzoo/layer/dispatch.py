@@ -6,6 +6,7 @@ import logging
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.values import as_given
@@ -18,6 +19,8 @@ from attnzoo.layer.exported import exported
 from attnzoo.registry import BUILT_IN, Variant, get
 
 logger = logging.getLogger(__name__)
+
+KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # in torch 2.11 compiling is exporting, too
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
 KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
@@ -131,8 +134,11 @@ def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[
                 given = options if isinstance(options, Options) else forms.OPTIONS(**options)
                 return forms.go_on(form, *inputs, call.state, given)
             return variant.form_set.extend(*inputs, call.state, form=form, **options)
-    # torch 2.11's compiler takes is_exporting for true
-    if form == REFERENCE and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+    if (
+        form == REFERENCE
+        and torch.compiler.is_exporting()
+        and (KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
+    ):
         return exported(variant.name, _fastest(variant), *inputs, options), None
     if not checked:
         with as_given(call.q):

@@ -24,6 +24,7 @@ from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.modules import softplus
 from attnzoo.precision import PreciseModule, fill, wide
 from attnzoo.registry import Variant
 
@@ -154,7 +155,7 @@ class Forget(PreciseModule):
         if self.options.of_pairs:
             return keys
         hidden = F.silu(keys)
-        fade = F.softplus(hidden @ self.fade + self.fade_bias[:, None])
+        fade = softplus(hidden @ self.fade + self.fade_bias[:, None])
         if self.options.network == "decay":
             return fade[..., None]
         return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)

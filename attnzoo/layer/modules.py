@@ -14,13 +14,18 @@ from attnzoo.algebra.values import as_given
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import wide
 
-UNIT_EPS = 1e-6
+UNIT_EPS = 1e-6  # written out where it is used: torch.compile(dynamic=True) makes symbols of global floats
 
 
 def l2_normalize(x: Tensor) -> Tensor:
     """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: unit vectors, but for very short ones."""
     x32 = wide(x)
-    return (x32 * (x32.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()).to(x.dtype)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``; for the derivative of torch's own, its compiler assumes strides that it does not have."""
+    return -F.logsigmoid(-x)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -28,7 +33,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:  # Katharopoulos et al., 2020
-    return F.elu(x) + 1
+    return F.relu(x) + x.clamp(max=0).exp()  # F.elu(x) + 1, whose derivative has the fault of softplus's
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.sums import power_of_2 as power_of_2
 from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
 
 
@@ -18,11 +19,6 @@ def gate_kind(log_decay: Tensor | None) -> int:
 def head_block(dim: int) -> int:
     """Smallest tile width that holds a head dim (tensor cores need 16)."""
     return max(16, power_of_2(dim))
-
-
-def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n. Triton's own function of that kind takes microseconds a call."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:

@@ -14,7 +14,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
 from attnzoo.layer.gates.decay import StepSize
 from attnzoo.layer.gates.matrix import rotary_angles
-from attnzoo.layer.modules import ShortConvolution, l2_normalize
+from attnzoo.layer.modules import ShortConvolution, l2_normalize, softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateLinear, fill, wide
 
@@ -130,6 +130,6 @@ class Mamba3Decay(StepSize):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)
-        a = F.softplus(wide(self.a_proj(x))).clamp(min=self.a_min)
+        a = softplus(wide(self.a_proj(x))).clamp(min=self.a_min)
         angle = math.pi * dt[..., None] * wide(self.angle_proj(x)).tanh()[..., None, :]
         return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), dt

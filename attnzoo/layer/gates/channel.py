@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateLinear, fill, wide
 
@@ -73,6 +74,6 @@ class SoftplusDiagonal(GateProjection):
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        step = F.softplus(wide(self.channel_up(self.channel_down(x))) + wide(self.channel_bias))
+        step = softplus(wide(self.channel_up(self.channel_down(x))) + wide(self.channel_bias))
         step = step.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))
         return Gate(log_diag=-wide(self.log_a).exp()[:, None] * step), None

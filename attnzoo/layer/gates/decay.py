@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateLinear, fill, wide
 
@@ -152,7 +153,7 @@ class StepSize(GateProjection):
 
     def step(self, x: Tensor) -> Tensor:
         """dt ``[B, T, H]`` in float32."""
-        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
+        return softplus(self.dt_proj(x) + wide(self.dt_bias))
 
 
 class SoftplusDecay(StepSize):
