@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from attnzoo import build_attention
 
 D, H, G = 24, 4, 2
+TINY = 1e-25  # certified below it, a weight is nothing beside the others
+FORGETS = ("fox", "path_fox", "fox_rope")
 
 
 def layer(name, block=None, seed=0, **options):
@@ -16,6 +18,16 @@ def layer(name, block=None, seed=0, **options):
     with torch.no_grad():
         for parameter in attn.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
+    return attn
+
+
+def forgetful(name="fox", bias=0.0, **options):
+    """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
+    attn = layer(name, "pro", window=options.pop("window", None), **options)
+    if name in FORGETS:
+        with torch.no_grad():
+            gate = attn.gate if name == "fox" else attn.gate.members[1]
+            gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
     return attn
 
 

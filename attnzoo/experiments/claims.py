@@ -215,8 +215,8 @@ class Correlated:
         least = smallest_p(self.parts or [pair[:1] for pair in self.pairs])
         if least > LEVEL:
             raise ValueError(
-                f"pairs: expected ones of at least four parts: with those of {len(self.pairs)} pairs p is never below "
-                f"{least:.2g}, and the claim is never seen"
+                f"pairs: expected ones of at least four parts, got {len(self.pairs)} of which p is never below "
+                f"{least:.2g}: the claim would never be seen"
             )
 
     @property

@@ -6,26 +6,14 @@ import pickle
 
 import pytest
 import torch
-from layers import assert_same, layer, rows
+from layers import FORGETS, TINY, assert_same, forgetful, layer, rows
 
 from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
 from attnzoo.forms.caches.pages.page_table import CHUNK, PAGE
 from attnzoo.models import LanguageModel
 
-TINY = 1e-25  # certified below it, a weight is nothing beside the others
 T = 300
-FORGETS = ("fox", "path_fox", "fox_rope")
-
-
-def forgetful(name="fox", bias=0.0, **options):
-    """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
-    attn = layer(name, "pro", window=options.pop("window", None), **options)
-    if name in FORGETS:
-        with torch.no_grad():
-            gate = attn.gate if name == "fox" else attn.gate.members[1]
-            gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
-    return attn
 
 
 def live(cache):

@@ -9,24 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import DOCS, GENERATED, blocks
 
 from attnzoo.registry import BUILT_IN, pairs, unregister
-
-DOCS = Path(__file__).parents[2] / "docs"
-GENERATED = {"node_modules", "source"}  # below docs, once it is built
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def blocks(markdown: str) -> list[tuple[str, str | None]]:
-    """The Python blocks, each with the text that stands right below it (None: something else does)."""
-    found = list(FENCE.finditer(markdown))
-    pairs = []
-    for block, below in zip(found, [*found, None][1:], strict=True):
-        if block[1] == "python":
-            shown = below is not None and below[1] == "text" and not markdown[block.end() : below.start()].strip()
-            pairs.append((block[2], below[2] if shown and below is not None else None))
-    return pairs
-
 
 PAGES = sorted(
     path

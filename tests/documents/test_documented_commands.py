@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from test_doc_outputs import FENCE, GENERATED
+from pages import FENCE, GENERATED
 
 from attnzoo.cli import app
 from attnzoo.config import TrainConfig, load_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from mktestdocs import check_md_file
-from test_doc_outputs import GENERATED, blocks
+from pages import GENERATED, blocks
 
 from attnzoo.registry import BUILT_IN, pairs, unregister
 

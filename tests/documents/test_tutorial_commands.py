@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from test_doc_outputs import DOCS, FENCE
+from pages import DOCS, FENCE
 
 from attnzoo.cli import app
 

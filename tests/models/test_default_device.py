@@ -3,10 +3,9 @@
 import pytest
 import torch
 from generated import forgetful, that_forgets
-from layers import assert_same, rows
+from layers import TINY, assert_same, rows
+from layers import forgetful as layer
 from strategies import Case
-from test_evicting_cache import TINY
-from test_evicting_cache import forgetful as layer
 
 from attnzoo import get, list_variants
 from attnzoo.models import Generator
