@@ -1,12 +1,96 @@
-"""Settings as a command line gives them: `key=value`, the keys dotted, the values YAML."""
+"""Settings of files and of a command line: YAML 1.2, whose `010` is ten and whose `1:30` and `no` are texts."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Sequence
 from typing import Any, cast
 
-OCTAL, BASE_60 = re.compile(r"[-+]?0[0-7_]+"), re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+PLAIN = {  # the looks of values without quotes, and how they may begin: YAML 1.2.2, 10.3.2, and `1_000`
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"<<", ["<"]),
+}
+
+
+def read_yaml(text: str, schema: Any = None) -> Any:
+    """The keys and values of a YAML 1.2 text.
+
+    Args:
+        text: one document.
+        schema: a dataclass or type that they are to fit. Where it wants a text, a value without quotes is the text
+            that is written, as `1.10` is.
+
+    Raises:
+        yaml.YAMLError: it cannot be read, or a key is given twice.
+        RecursionError: it is nested too deeply.
+    """
+    loader = _classes()[0](text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _keep_texts(node, schema)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def write_yaml(value: Any) -> str:
+    """YAML that :func:`read_yaml`, and readers of YAML 1.1, read back to an equal value."""
+    import yaml  # type: ignore[import-untyped]
+
+    return str(yaml.dump(value, Dumper=_classes()[1], default_flow_style=False, allow_unicode=True, sort_keys=False))
+
+
+@functools.cache
+def _classes() -> tuple[Any, Any]:
+    """The loader, and a dumper that puts quotes around a text that looks like a number in either version of YAML."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if key.id == "scalar"]
+            if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
+                raise yaml.constructor.ConstructorError(problem=f"found duplicate key {twice[0]}")
+            return super().construct_mapping(node, deep)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        pass
+
+    for tag, (looks, beginnings) in PLAIN.items():
+        for either in (Loader, Dumper):
+            either.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{looks})$"), beginnings)
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _whole(node.value))
+    return Loader, Dumper
+
+
+def _whole(said: str) -> int:
+    return int(said, 16) if said.startswith("0x") else int(said.replace("_", ""))
+
+
+def _keep_texts(node: Any, schema: Any) -> None:
+    """Make texts of the values without quotes in a YAML node for which the schema wants a text."""
+    types = typing.get_args(schema)
+    if dataclasses.is_dataclass(schema) and node.id == "mapping":
+        fields = typing.get_type_hints(schema)
+        for key, value in node.value:
+            _keep_texts(value, fields.get(key.value) if key.id == "scalar" else None)
+    elif typing.get_origin(schema) is list and node.id == "sequence":
+        for item in node.value:
+            _keep_texts(item, types[0])
+    elif node.id == "scalar" and (schema is str or types == (str, type(None))) and not node.tag.endswith(":null"):
+        node.tag = "tag:yaml.org,2002:str"
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -15,14 +99,15 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     It is much faster than to give each of them to `load_config`, which can say of each what is wrong with it.
 
     Raises:
-        ValueError: a number that YAML reads otherwise than it looks.
         yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: a value that is not readable.
     """
     from omegaconf import OmegaConf
 
+    nested = OmegaConf.create()
     for setting in settings:
-        check_numbers(setting.partition("=")[2], f"setting {setting!r}")
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
+        key, _, value = setting.partition("=")
+        OmegaConf.update(nested, key, read_yaml(value))
+    return cast(dict[str, Any], OmegaConf.to_container(nested))
 
 
 def check_once(settings: Sequence[str], kind: str) -> None:
@@ -47,38 +132,3 @@ def names_key(settings: Any, key: str) -> bool:
     """Whether nested settings have a key, given with dots."""
     first, _, rest = key.partition(".")
     return isinstance(settings, dict) and first in settings and (not rest or names_key(settings[first], rest))
-
-
-def check_numbers(text: str, origin: str) -> None:
-    """Refuse numbers that YAML 1.1 reads otherwise than they look: 010 as 8, 1:30 as 90.
-
-    Args:
-        text: YAML.
-        origin: where it stands.
-
-    Raises:
-        ValueError: there is one.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    if not (OCTAL.search(text) or BASE_60.search(text)):
-        return
-    for node in _scalars(yaml.compose(text, Loader=yaml.SafeLoader)):
-        said, digits = node.value, node.value.replace("_", "")
-        if node.style is not None or not node.tag.endswith((":int", ":float")):
-            continue
-        octal = OCTAL.fullmatch(said) and int(digits, 8) != int(digits)
-        if octal or BASE_60.fullmatch(said):
-            read = yaml.safe_load(said)
-            base = "base 8" if octal else "base 60"
-            raise ValueError(f'{origin}: {said} would be read as {read} ({base}); as a text, it needs quotes: "{said}"')
-
-
-def _scalars(node: Any) -> Iterator[Any]:
-    """The single values of a YAML node, keys included."""
-    if isinstance(node.value, str):
-        yield node
-        return
-    for item in node.value:
-        for inner in item if isinstance(item, tuple) else (item,):
-            yield from _scalars(inner)

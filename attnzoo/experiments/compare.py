@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
-from attnzoo.settings import names_key, read_settings
+from attnzoo.settings import names_key, read_settings, read_yaml
 from attnzoo.terminal import print_table
 from attnzoo.training import check_run, load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
@@ -135,7 +134,7 @@ def check_own(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = (
     Raises:
         ValueError: they do.
     """
-    file = dict(path) if isinstance(path, Mapping) else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    file = dict(path) if isinstance(path, Mapping) else read_yaml(Path(path).read_text(encoding="utf-8"))
     for settings in (file, read_settings(overrides)):
         for own in OWN:
             if names_key(settings, own):
@@ -270,7 +269,7 @@ def result_of(run_dir: Path) -> RunResult:
     if saved is not None:
         run = replace(run, label=saved.facts.label, group=saved.facts.group)
         command = saved.facts.command
-        evaluate = EvaluateConfig(**(yaml.safe_load(saved.facts.settings).get("evaluate") or {}))
+        evaluate = EvaluateConfig(**(read_yaml(saved.facts.settings).get("evaluate") or {}))
     try:
         data = build_data(config.data)
     except (ValueError, FileNotFoundError) as error:

@@ -8,7 +8,6 @@ their own schema.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import Any, TypeVar, cast, overload
 from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
 from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.settings import check_numbers
+from attnzoo.settings import read_yaml, write_yaml
 from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -100,9 +99,9 @@ def load_config(
                 f"{sys.getfilesystemencoding()}; with PYTHONUTF8=1 they are read as UTF-8"
             )
         try:
-            check_numbers(override.partition("=")[2], f"override {override!r}")
-            _check_texts(override.partition("=")[2], _type_at(schema, key), f"override {override!r}")
-            layers.append((f"override {override!r}", key, OmegaConf.from_dotlist([override])))
+            layer = OmegaConf.create()
+            OmegaConf.update(layer, key, read_yaml(override.partition("=")[2], _type_at(schema, key)))
+            layers.append((f"override {override!r}", key, layer))
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
             value = override.partition("=")[2]
             quoted = key + '="' + value + '"'
@@ -135,7 +134,7 @@ def load_config(
 def _read_yaml(path: Path, schema: type[Any]) -> Any:
     """A file's keys and values as OmegaConf holds them."""
     import yaml
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -143,20 +142,15 @@ def _read_yaml(path: Path, schema: type[Any]) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     try:
-        read = yaml.safe_load(text)
+        read = read_yaml(text, schema)
         if read is None:
             raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
+        if not isinstance(read, dict):
+            raise ValueError(f"{path}: expected a mapping of keys to values at the top")
         _check_calls(read, str(path))
-        check_numbers(text, str(path))
-        _check_texts(text, schema, str(path))
-        layer = OmegaConf.load(io.StringIO(text))
+        return OmegaConf.create(read)
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ValueError(f"{path} is not readable as YAML: {error}") from error
-    except OSError:  # what OmegaConf says of a single number
-        layer = None
-    if not isinstance(layer, DictConfig):
-        raise ValueError(f"{path}: expected a mapping of keys to values at the top")
-    return layer
 
 
 def _check_calls(value: Any, origin: str) -> None:
@@ -212,33 +206,6 @@ def _type_at(schema: Any, key: str) -> Any:
     return schema
 
 
-def _check_texts(text: str, schema: Any, origin: str) -> None:
-    """Raise ValueError where the schema wants a text and YAML reads what is written as something else: 1.10 as 1.1."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    for said in _texts(yaml.compose(text, Loader=yaml.SafeLoader), schema):
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={said}"]))["text"]  # type: ignore[index,call-overload]
-        if not isinstance(read, str | None) and str(read) != said:
-            raise ValueError(f'{origin}: {said} would be read as {read}; as a text, it needs quotes: "{said}"')
-
-
-def _texts(node: Any, schema: Any) -> Iterator[str]:
-    """The values without quotes in a YAML node for which the schema wants a text."""
-    types = typing.get_args(schema)
-    if node is None:
-        return
-    if dataclasses.is_dataclass(schema) and node.id == "mapping":
-        fields = typing.get_type_hints(schema)
-        for key, value in node.value:
-            yield from _texts(value, fields.get(key.value))
-    elif typing.get_origin(schema) is list and node.id == "sequence":
-        for item in node.value:
-            yield from _texts(item, types[0])
-    elif (schema is str or types == (str, type(None))) and node.id == "scalar" and node.style is None:
-        yield node.value
-
-
 def save_config(config: Any, path: str | Path) -> None:
     """Write a config dataclass as YAML that `load_config` reads back to an equal one."""
     Path(path).write_text(to_yaml(config), encoding="utf-8")
@@ -248,7 +215,7 @@ def to_yaml(config: Any) -> str:
     """A config dataclass as YAML text."""
     from omegaconf import OmegaConf
 
-    return str(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    return write_yaml(OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(config))))
 
 
 def config_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
