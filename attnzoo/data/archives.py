@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -175,14 +176,22 @@ def _of_tar(file: Path, name: str, budget: Budget) -> Iterator[Member]:
                 if member.isfile():
                     stream: Any = archive.extractfile(member)
                     stream = Counted(stream, budget) if member.issparse() else stream
-                    yield _inside(name, member.name, lambda stream=stream: stream)
+                    yield _inside(name, member.name, partial(_same, stream))
 
 
 def _of_zip(file: Path, name: str, budget: Budget) -> Iterator[Member]:
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if not entry.is_dir():
-                yield _inside(name, entry.filename, lambda entry=entry: Counted(archive.open(entry), budget))
+            if not entry.filename.endswith("/"):  # not is_dir, which needs a name
+                yield _inside(name, entry.filename, partial(_entry, archive, entry, budget))
+
+
+def _same(stream: Any) -> Any:
+    return stream
+
+
+def _entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, budget: Budget) -> Counted:
+    return Counted(archive.open(entry), budget)
 
 
 def _inside(archive: str, member: str, opened: Opened) -> Member:

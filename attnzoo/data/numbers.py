@@ -45,8 +45,10 @@ def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
 def _header(path: Path, dtype: str) -> int:
     """Bytes of a header that says what the file says of itself, 0 where there is none."""
     with open(path, "rb") as file:
-        start = np.frombuffer(file.read(HEADER), dtype="<i4")[:3] if path.stat().st_size >= HEADER else []
-    magic, version, tokens = (*map(int, start), 0, 0, 0)[:3]
+        start = file.read(HEADER)
+    if len(start) < HEADER:
+        return 0
+    magic, version, tokens = map(int, np.frombuffer(start, dtype="<i4")[:3])
     versions = {version: found for (known, version), found in HEADERS.items() if known == magic}
     if not versions:
         return 0
@@ -65,11 +67,10 @@ def _is_of(tokens: Tokens, wider: str, vocab_size: int) -> bool:
     """Whether a file looks like one of tokens that are several of these each: the higher ones hardly used."""
     narrow, times = tokens.dtype.itemsize, np.dtype(wider).itemsize // tokens.dtype.itemsize
     sample = tokens[: min(SAMPLE, len(tokens)) // times * times].reshape(-1, times)
-    highest = (vocab_size - 1) >> 8 * narrow  # what the second of them may come to
+    limits = np.array([(vocab_size - 1) >> 8 * narrow * place for place in range(1, times)])
     if len(sample) < 32 or len(tokens) % times:
         return False
-    first, second, others = sample[:, 0], sample[:, 1], sample[:, 2:]
-    return bool((second <= highest).all() and not others.any() and first.max() > max(highest, 1))
+    return bool((sample[:, 1:] <= limits).all() and sample[:, 0].max() > max(limits[-1], 1))
 
 
 def _read_npy(path: Path) -> Tokens:

@@ -28,9 +28,9 @@ WORDS = {
 def test_one_long_word_takes_time_in_proportion_to_its_length(kind, caplog):
     """A word of 100,000 characters took 12 s and more, twice that four times as long."""
     text = WORDS[kind](random.Random(0), 100_000)
-    started = time.perf_counter()
+    started = time.process_time()
     train_bpe(["a text", text], 300)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     (line,) = said(caplog)
     assert f"words of {WORD} characters and more, such as {text[:24]!r}" in line
 

@@ -74,6 +74,9 @@ HOSTILE = {  # file -> content, the reason, what is named, whether the archive's
     "up.tar": (tar(("..", TEXT, {}), OK), "without a name", "up.tar/..", True),
     "here.tar": (tar((".", TEXT, {}), OK), "without a name", "here.tar/.", True),
     "zip.zip": (zipped(ok=TEXT, **{"../..": TEXT[1:]}), "without a name", "zip.zip/../..", True),
+    "none.zip": (
+        zipped(qqqq=TEXT[1:], ok=TEXT).replace(b"qqqq", b"\0qqq"), "without a name", "none.zip/", True,
+    ),
     "huge.tar": (
         sized(tar(OK, OK), b"\x80\0\0\0" + b"\x7f" + b"\xff" * 7),
         "cannot be read", "huge.tar ('ok' would have 9,223,372,036,854,775,807 bytes", False,
@@ -159,9 +162,9 @@ def test_names_that_would_steer_a_terminal_are_written_out(tmp_path):
      "<a " + "= " * 400_000, "</" * 400_000, "<a '\"" * 200_000],
 )  # fmt: skip
 def test_html_takes_time_in_proportion_to_its_length(text):
-    started = time.perf_counter()
+    started = time.process_time()
     plain(text)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_each_line_of_json_is_a_document(tmp_path):

@@ -62,6 +62,7 @@ def test_a_header_that_says_something_else_is_refused(content, said, tmp_path):
         ("uint32", "uint16", "uint32", 128256),
         ("uint16", "uint8", "uint16", 256),
         ("uint32", "uint8", "uint32", 256),
+        ("uint32", "uint8", "uint32", 50257),
     ],
 )
 def test_tokens_read_as_several_are_refused(wrote, read, said, vocab_size, tmp_path):
