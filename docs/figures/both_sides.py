@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from attnzoo.experiments.catalogue import pairs
 from attnzoo.experiments.catalogue.factorial import GATES, LINEAR, SOFTMAX
 from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
@@ -115,6 +117,31 @@ def gates_table(results: Path) -> str:
         seeds = [sorted(outcome.values(Value(arm, grid.probe))) if arm else [] for arm in arms]
         cells = [", ".join(f"{x:.2f}" for x in values) for values in seeds]
         lines.append(f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def pairs_table(results: Path) -> str:
+    """Losses and gains of every pair, with the gates of the papers and with open ones, in Markdown."""
+    [recorded] = [each for each in find("pairs").measured if each.size == "gpu"]
+    outcome = load_outcome(results / recorded.result)
+    plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS]
+    begun = [tuple(map(pairs.begun_open, pair)) for pair in plain]
+    rows = [pairs.BASES, *plain, *(pair for pair in begun if pair not in plain)]
+    columns = ("loss", "gain", "a text read again", "loss at 8 contexts")
+    lines = [f"| linear, softmax | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for pair in rows:
+        gains = [
+            outcome.values(Value(base, "loss")).mean() - outcome.values(Value(arm, "loss")).mean()
+            for base, arm in zip(pairs.BASES, pair, strict=True)
+        ]
+        far, again = Value("", "L(i)", 8.0), Value("", "loss of a text read again", 1.0)
+        means = [[outcome.values(replace(value, arm=arm)).mean() for arm in pair] for value in (again, far)]
+        cells = [
+            " / ".join(_cell(outcome, arm) for arm in pair),
+            *(" / ".join(f"{x:.2f}" for x in numbers) for numbers in (gains, *means)),
+        ]
+        cells[1] = "" if pair == pairs.BASES else cells[1]
+        lines.append(f"| {' / '.join(pair)} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 

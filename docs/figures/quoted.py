@@ -24,7 +24,7 @@ import numpy as np
 from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import Outcome, load_outcome
-from attnzoo.experiments.statistics import correlation, without_each
+from attnzoo.experiments.statistics import correlation, correlation_seen, difference_seen, without_each
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -109,22 +109,38 @@ def stated(experiment: str, size: str, number: int, at: int = -1) -> float:
     return float(re.findall(r"p = (?:below )?([\d.e-]+\d)", verdict(experiment, size, number))[at])
 
 
-def gains(size: str) -> tuple[float, float]:
-    """The correlation of the factorial's gains, and its p by relabelled parts."""
-    claim, one, other = _gains(size)
-    return correlation(one, other, claim.parts)
+def gains(size: str, experiment: str = "factorial", number: int = 0, alone: bool = False) -> tuple[float, float]:
+    """The correlation of an experiment's gains, and its p by relabelled parts; of pairs of one part ``alone``."""
+    claim, one, other = _gains(size, experiment, number)
+    chosen = [n for n, parts in enumerate(claim.parts) if not alone or len(parts) == 1]
+    return correlation(one[chosen], other[chosen], [claim.parts[n] for n in chosen])
 
 
-def without(size: str, recurrence: str) -> float:
+def without(size: str, recurrence: str, experiment: str = "factorial", number: int = 0) -> float:
     """That correlation without the pair of a recurrence."""
-    claim, one, other = _gains(size)
+    claim, one, other = _gains(size, experiment, number)
     names = [pair[0] for pair in claim.pairs]
     return float(without_each(one, other)[names.index(recurrence)])
 
 
-def _gains(size: str) -> tuple[Correlated, np.ndarray, np.ndarray]:
-    claim = next(each.claim for each in find("factorial").expectations if isinstance(each.claim, Correlated))
-    one, other = claim.gains(outcome("factorial", size).values)
+def interval(size: str, experiment: str, number: int) -> tuple[float, float]:
+    """The middle 95% of it that a verdict states."""
+    [found] = re.findall(r"95% (-?[\d.]+) to (-?[\d.]+)", verdict(experiment, size, number))
+    return float(found[0]), float(found[1])
+
+
+def power(experiment: str, true: float) -> float:
+    """How often a true correlation of what parts give is seen in an experiment, by simulation."""
+    return correlation_seen(_correlated(experiment)[0].parts, true)
+
+
+def _correlated(experiment: str) -> list[Correlated]:
+    return [each.claim for each in find(experiment).expectations if isinstance(each.claim, Correlated)]
+
+
+def _gains(size: str, experiment: str, number: int) -> tuple[Correlated, np.ndarray, np.ndarray]:
+    claim = _correlated(experiment)[number]
+    one, other = claim.gains(outcome(experiment, size).values)
     return claim, one.mean(1), other.mean(1)
 
 
@@ -155,7 +171,26 @@ def given(value: float, why: str) -> float:
 
 NAMES = {
     each.__name__: each
-    for each in (row, ms, over, error, seeds, mean, stated, gains, without, left, logged, given, min, max, round)
+    for each in (
+        row,
+        ms,
+        over,
+        error,
+        seeds,
+        mean,
+        stated,
+        gains,
+        without,
+        left,
+        logged,
+        given,
+        min,
+        max,
+        round,
+        interval,
+        power,
+        difference_seen,
+    )
 }
 
 

@@ -30,7 +30,11 @@ QUESTIONS = {
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}
 TABLES = {  # by page and the words of their markers
-    RESULTS / "both_sides.md": {"both sides": both_sides.table, "open gates": both_sides.gates_table},
+    RESULTS / "both_sides.md": {
+        "both sides": both_sides.table,
+        "open gates": both_sides.gates_table,
+        "pairs": both_sides.pairs_table,
+    },
     RESULTS / "forgetting.md": {"parts": held.parts}
     | {
         f"{name} {size}": partial(held.table, name=name, size=size)
