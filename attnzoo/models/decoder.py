@@ -169,11 +169,11 @@ class LanguageModel(nn.Module):
             ValueError: they are two matrices in `state_dict`.
         """
         tied = self.tied
-        two = [state_dict.get(name) for name in ("embedding.weight", "head.weight")]
-        if tied and all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in two):
-            embedding, head = cast("list[Tensor]", two)
-            if embedding is not head and embedding.shape == head.shape and not torch.equal(embedding.to(head), head):
-                raise ValueError("head.weight: expected the embedding (config.tie_embeddings), got another matrix")
+        embedding, head = (cast(Tensor, state_dict.get(f"{name}.weight")) for name in ("embedding", "head"))
+        plain = all(type(x) in (Tensor, nn.Parameter) for x in (embedding, head))  # no shares of a sharded one
+        checked = tied and plain and embedding is not head and not (embedding.is_meta or head.is_meta)
+        if checked and embedding.shape == head.shape and not torch.equal(embedding.to(head), head):
+            raise ValueError("head.weight: expected the embedding (config.tie_embeddings), got another matrix")
         found = super().load_state_dict(state_dict, strict, assign)
         if tied and not self.tied:
             self.head.weight = self.embedding.weight

@@ -119,6 +119,11 @@ def test_what_is_said_in_two_places_is_what_transformers_takes(fields, changed, 
             {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5},
             r"layer_types = \['full_attention', 'sliding_attention'\] is not supported beside sliding_window = 5",
         ),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5},
+            r"layer_types = \['full_attention', 'sliding_attention'\] is not supported beside sliding_window = None",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .* is not supported beside sliding_window = None"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types: expected 2 entries, one for each"),
         (
             {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}},

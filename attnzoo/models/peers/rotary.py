@@ -87,18 +87,19 @@ def norm_eps(settings: Settings) -> float:
 def _windows(settings: Settings, layers: int) -> list[int | None]:
     """How far each layer looks back; None for all the way. Defaults are those of the peers' own classes."""
     model = settings.fields["model_type"]
-    if model == "llama":
-        return [None] * layers
-    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096  # null: none
     named = settings.listed("layer_types", "str", layers)
-    if model == "mistral":
+    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096  # null: none
+    if model in ("llama", "mistral"):
+        window = window if model == "mistral" else None
         default = ["sliding_attention" if window else "full_attention"] * layers
-        if named not in (None, default):  # which transformers does not read there
-            raise ValueError(f"config.json: layer_types = {named} is not supported beside sliding_window = {window}")
+        alike = named in (None, default)  # transformers does not read them there
     else:
         window = window if settings.get("use_sliding_window", False) else None
         first = settings.get("max_window_layers", 28, least=0)  # where `layer_types` is not written out
         default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
+        alike = window is not None or "sliding_attention" not in (named or [])
+    if not alike:
+        raise ValueError(f"config.json: layer_types = {named} is not supported beside sliding_window = {window}")
     kinds = named or default
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
