@@ -10,7 +10,6 @@ from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.algebra.values import reads_values, records
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import kernels_unavailable
-from attnzoo.kernels.common.named_op import traced
 
 MOST_TOKENS = 64  # a chunked kernel is faster from about here on
 MOST_CHANNELS = 512  # the columns of a state that one program holds must fit its registers
@@ -55,17 +54,18 @@ def linear_steps(
     why = triton_unavailable(q, v)
     if why:
         raise ValueError(f"q, v: {why}")
-    from .recurrent import recurrent, recurrent_in_place, recurrent_in_place_op, recurrent_op
+    from .recurrent import Recurrence, recurrent_in_place_op, recurrent_op
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    given = (q, k, v, gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta, write, valid)
+    parts = (gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta)
+    given = Recurrence(q, k, v, *parts, write, valid, state, scale)
     if in_place:
         if state is None or not state.is_contiguous():
             got = None if state is None else f"strides {state.stride()}"
             raise ValueError(f"state: expected a contiguous one with in_place=True, got {got}")
-        return (recurrent_in_place_op if traced(q) else recurrent_in_place)(*given, state, scale), state
-    o, after = (recurrent_op if traced(q) else recurrent)(*given, state, scale)
-    return o, after
+        return recurrent_in_place_op.without_gradient(given, q).o, state
+    made = recurrent_op.without_gradient(given, q)
+    return made.o, made.state
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import cdiv, power_of_2
+from attnzoo.kernels.common.named_op import NamedOp
 
 TILE = 2048  # entries of the state in one program
 
@@ -73,72 +76,80 @@ def linear_recurrent_kernel(
     tl.store(p_state + p_tile, b_s, mask=m_tile)
 
 
-def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
-    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B, T, H, V] in v's dtype and the new state [B, H, K, V] float32; see :func:`attnzoo.kernels.linear.api`."""
-    (B, _, H, K), V = q.shape, v.shape[3]
-    after = q.new_empty(B, H, K, V, dtype=torch.float32)
-    return _launched(q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state, scale, after), after
+class Recurrence(NamedTuple):
+    """Inputs of both ops, as :func:`attnzoo.kernels.linear.linear_steps` takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    log_diag: Tensor | None
+    angle: Tensor | None
+    w: Tensor | None
+    beta: Tensor | None
+    write: Tensor | None
+    valid: Tensor | None
+    state: Tensor | None
+    scale: float
 
 
-def recurrent_in_place(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
-    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    """o, where the new state takes the place of the old one, which is contiguous: a program reads what it writes."""
-    return _launched(q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state, scale, state)
+class Continued(NamedTuple):
+    """o [B, T, H, V] in v's dtype, and the new state [B, H, K, V] float32."""
+
+    o: Tensor
+    state: Tensor
 
 
-def _launched(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
-    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
-    scale: float, after: Tensor,
-) -> Tensor:  # fmt: skip
-    (B, T, H, K), (G, V) = q.shape, v.shape[2:]
-    o = q.new_empty(B, T, H, V, dtype=v.dtype)
-    given = (q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state)
-    dense = [after if x is None else x if x.is_contiguous() else x.contiguous() for x in given]
-    gate_strides = (0, 0) if log_decay is None or log_decay.ndim == 1 else (T * H, H)
+class ContinuedInPlace(NamedTuple):
+    """o [B, T, H, V] in v's dtype; the new state stands in the place of the old one."""
+
+    o: Tensor
+
+
+def _recurrent(x: Recurrence) -> Continued:
+    made = _recurrent_fake(x)
+    _launch(x, *made)
+    return made
+
+
+def _recurrent_fake(x: Recurrence) -> Continued:
+    (B, _, H, K), V = x.q.shape, x.v.shape[3]
+    return Continued(*_in_place_fake(x), x.q.new_empty(B, H, K, V, dtype=torch.float32))
+
+
+def _in_place(x: Recurrence) -> ContinuedInPlace:
+    """A program reads the part of the state that it writes, which is contiguous."""
+    assert x.state is not None
+    made = _in_place_fake(x)
+    _launch(x, made.o, x.state)
+    return made
+
+
+def _in_place_fake(x: Recurrence) -> ContinuedInPlace:
+    return ContinuedInPlace(x.q.new_empty(*x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype))
+
+
+def _launch(x: Recurrence, o: Tensor, after: Tensor) -> None:
+    """Fill o and the state after the tokens."""
+    (B, T, H, K), (G, V), (*given, scale) = x.q.shape, x.v.shape[2:], x
+    dense = [after if y is None else y if y.is_contiguous() else y.contiguous() for y in given]
+    gate_strides = (0, 0) if x.log_decay is None or x.log_decay.ndim == 1 else (T * H, H)
     angle_strides = (0, 0, 0)
-    if angle is not None and angle.ndim == 4:
-        heads, pairs = angle.shape[2:]
+    if x.angle is not None and x.angle.ndim == 4:
+        heads, pairs = x.angle.shape[2:]
         angle_strides = (T * heads * pairs, heads * pairs, pairs * (heads > 1))
-    factors = 0 if beta is None else beta[0, 0, 0].numel()
+    factors = 0 if x.beta is None else x.beta[0, 0, 0].numel()
     BK = max(2, power_of_2(K))
     BV = min(power_of_2(V), max(8, TILE // BK))
-    with on_device_of(q):
+    with on_device_of(x.q):
         linear_recurrent_kernel[(B * H, cdiv(V, BV))](
             *dense, o, after, *gate_strides, *angle_strides, T, scale, H, G, K, V, BK, BV,
-            1 if write is None else write.shape[2], log_decay is not None, log_diag is not None, angle is not None,
-            factors, write is not None, valid is not None, state is not None, num_warps=4,
+            1 if x.write is None else x.write.shape[2], x.log_decay is not None, x.log_diag is not None,
+            x.angle is not None, factors, x.write is not None, x.valid is not None, x.state is not None, num_warps=4,
         )  # fmt: skip
-    return o
 
 
-recurrent_op = torch.library.custom_op("attnzoo::linear_recurrent", recurrent, mutates_args=())
-
-
-@recurrent_op.register_fake
-def _recurrent_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
-    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (B, T, H, K), V = q.shape, v.shape[3]
-    return q.new_empty(B, T, H, V, dtype=v.dtype), q.new_empty(B, H, K, V, dtype=torch.float32)
-
-
-recurrent_in_place_op = torch.library.custom_op(
-    "attnzoo::linear_recurrent_in_place", recurrent_in_place, mutates_args=("state",)
+recurrent_op = NamedOp("attnzoo::linear_recurrent", Recurrence, Continued, _recurrent, _recurrent_fake)
+recurrent_in_place_op = NamedOp(
+    "attnzoo::linear_recurrent_in_place", Recurrence, ContinuedInPlace, _in_place, _in_place_fake, ("state",)
 )
-
-
-@recurrent_in_place_op.register_fake
-def _in_place_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
-    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    return q.new_empty(*q.shape[:3], v.shape[3], dtype=v.dtype)

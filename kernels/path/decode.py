@@ -6,7 +6,7 @@ after n steps about 2^-9 sqrt(n) of a bfloat16 key (tests/kernels/test_path_deco
 
 from __future__ import annotations
 
-from typing import Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import as_given, reads_values, records
 from attnzoo.kernels.common.arguments import MOST, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
-from attnzoo.kernels.common.named_op import traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
+from attnzoo.kernels.path.operands import PathStep
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
@@ -33,14 +33,11 @@ def _existing(x: Tensor, valid: Tensor) -> Tensor:
     return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 2)), 0.0)
 
 
-def _check(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, scale: float | None, window: int | None, sink: Tensor | None, log_diag: Tensor | None,
-) -> None:  # fmt: skip
-    given = {
-        "q": q, "k": k, "w": w, "beta": beta, "keys": keys, "values": values, "gates": gates, "valid": valid,
-        "sink": sink, "log_diag": log_diag,
-    }  # fmt: skip
+def _checked(step: PathStep, scale: float | None, window: int | None) -> PathStep:
+    """The step, checked, with these options; factors and channels' gates of tokens that do not exist are 0."""
+    q, k, w, beta, keys, values, gates, valid, sink, log_diag, *_ = step
+    given = step._asdict()
+    del given["window"], given["scale"]
     check_tensors(given, needed=("q", "k", "w", "beta", "keys", "values"))
     if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
         got = {"q": q.ndim, "keys": keys.ndim, "values": values.ndim}
@@ -73,29 +70,31 @@ def _check(
         why = kernels_unavailable(x, values, multiple=1, most=MOST)
         if why:
             raise ValueError(f"{name}: {why}")
+    if valid is not None:
+        there = valid[:, S:]
+        w, beta = _existing(w, there), _existing(beta, there)
+        log_diag = None if log_diag is None else _existing(log_diag, there)
     if reads_values(q):
-        if valid is not None:
-            w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
-            gates = None if gates is None else _existing(gates, valid)
-            log_diag = None if log_diag is None else _existing(log_diag, valid[:, S:])
         check_values(q, w=w, beta=beta, sink=sink, log_diag=log_diag)
-        if gates is not None and not bool((gates <= 0).all()):
+        known = gates if gates is None or valid is None else _existing(gates, valid)
+        if known is not None and not bool((known <= 0).all()):
             raise ValueError("gates: expected natural logs <= 0, got a positive entry or nan")
+    refuse_gradients(*step[:10])
+    scale = K**-0.5 if scale is None else float(scale)
+    return step._replace(w=w, beta=beta, log_diag=log_diag, window=window or 0, scale=scale)
 
 
 @overload
 def path_extend(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
-    window: int | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, *gates: Any,
+    return_lse: Literal[False] = False, **options: Any,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def path_extend(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
-    window: int | None = None, sink: Tensor | None = None, return_lse: Literal[True],
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, *gates: Any,
+    return_lse: Literal[True], **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-def path_extend(
+def path_extend(  # type: ignore[misc]  # the gates and options above are these
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
     valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
     window: int | None = None, sink: Tensor | None = None, return_lse: bool = False,
@@ -132,25 +131,22 @@ def path_extend(
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(q, k, w, beta, keys, values, gates, sink, log_diag)
-    from attnzoo.kernels.path.portable.decode import advance, path_advance
+    step = _checked(PathStep(q, k, w, beta, keys, values, gates, valid, sink, log_diag), scale, window)
+    from attnzoo.kernels.path.portable.decode import path_advance_op
 
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs, sums = keys.shape[1], [], []
-    step = path_advance if traced(q) else advance
-    w, beta, log_diag = _new_factors(w, beta, log_diag, valid)
     if q.shape[1] <= CHUNK:
-        o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, log_diag, window or 0, scale)
+        o, lse, keys = path_advance_op.without_gradient(step, q)
         return (o, keys, lse) if return_lse else (o, keys)
     for start in range(0, q.shape[1], CHUNK):
         stop = min(start + CHUNK, q.shape[1])
         now, seen = slice(start, stop), slice(0, S + stop)
-        o, lse, keys = step(
-            q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
-            None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], sink,
-            None if log_diag is None else log_diag[:, now], window or 0, scale,
+        part = step._replace(
+            q=q[:, now], k=k[:, now], w=step.w[:, now], beta=step.beta[:, now], keys=keys, values=values[:, seen],
+            gates=None if gates is None else gates[:, seen], valid=None if valid is None else valid[:, seen],
+            log_diag=None if step.log_diag is None else step.log_diag[:, now],
         )  # fmt: skip
+        o, lse, keys = path_advance_op.without_gradient(part, q)
         outputs.append(o)
         sums.append(lse)
     o, lse = torch.cat(outputs, 1), torch.cat(sums, 1)
@@ -175,26 +171,13 @@ def path_step(
         ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
     """
     check_tensors({"keys": keys}, needed=("keys",))
-    _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(q, k, w, beta, keys, values, gates, sink, log_diag)
+    step = _checked(PathStep(q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag), scale, window)
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 
     if q.shape[1] != 1 or not keys.is_contiguous() or not in_place(q.shape[2], k.shape[2], q.shape[3], values.shape[3]):
         got = f"{tuple(q.shape)} beside {k.shape[2]} key heads, keys with strides {keys.stride()}"
         raise ValueError(f"q, keys: expected one token of few heads per key head, and contiguous keys, got {got}")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    w, beta, log_diag = _new_factors(w, beta, log_diag, valid)
-    return advance_into(keys, q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag, window or 0, scale)[0]
-
-
-def _new_factors(
-    w: Tensor, beta: Tensor, log_diag: Tensor | None, valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of the new tokens, which are the last; those that do not exist have none."""
-    if valid is None:
-        return w, beta, log_diag
-    there = valid[:, valid.shape[1] - w.shape[1] :]
-    return _existing(w, there), _existing(beta, there), None if log_diag is None else _existing(log_diag, there)
+    return advance_into(keys, step)[0]
 
 
 def carry_keys(

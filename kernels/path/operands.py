@@ -82,3 +82,39 @@ class PathGradients(NamedTuple):
     log_decay: Some
     sink: Some
     log_diag: Some
+
+
+class PathStep(NamedTuple):
+    """N new tokens (at most CHUNK) after S cached ones.
+
+    Args:
+        q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G]; w and beta may have n factors per token, as in
+            ``path_extend``.
+        keys: [B, S, G, K] float32, as the last cached token left them.
+        values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
+        sink: [H] or None.
+        log_diag: [B, N, H, K] with as many key heads, or None.
+        window: visible keys per row, of those that exist; 0 for no window.
+    """
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    beta: Tensor
+    keys: Tensor
+    values: Tensor
+    gates: Some
+    valid: Some
+    sink: Some
+    log_diag: Some
+    window: int = 0
+    scale: float = 1.0
+
+
+class Advanced(NamedTuple):
+    """o [B, N, H, V] in the dtype of the values, the rows' log-sum-exp [B, N, H] float32, and the keys [B, S + N, G, K]
+    as the last new token leaves them."""
+
+    o: Tensor
+    lse: Tensor
+    keys: Tensor

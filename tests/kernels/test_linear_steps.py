@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_ops import opcheck
 from strategies import Case, Inputs, relative_error
 from torch import Tensor
 
@@ -150,13 +151,14 @@ def test_a_state_is_written_to_where_that_is_asked_for(compiled: bool) -> None:
 
 
 def test_the_ops_pass_opcheck() -> None:
-    from attnzoo.kernels.linear.recurrent import recurrent_in_place_op, recurrent_op
+    from attnzoo.kernels.linear.recurrent import Recurrence, recurrent_in_place_op, recurrent_op
 
     q, k, v, gate = random_inputs("gated_deltanet", 1, 2, 2, 1, 8, 8, dtype=torch.float32)
     parts = (gate.log_decay, None, None, gate.w, gate.beta)
     args = (q, k, v, *parts, None, None, torch.zeros(1, 2, 8, 8), 0.5)
-    for op in (recurrent_op, recurrent_in_place_op):
-        torch.library.opcheck(op, tuple(x.to(DEVICE) if isinstance(x, Tensor) else x for x in args))
+    given = Recurrence(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in args))  # type: ignore[arg-type]
+    opcheck(recurrent_op, given)
+    opcheck(recurrent_in_place_op, given)
 
 
 def test_what_it_does_not_serve_is_said() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from named_ops import opcheck
 from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
 from attnzoo.kernels.path import carry_keys, path_extend, path_step
 from attnzoo.kernels.path import decode as path_decode
+from attnzoo.kernels.path.operands import PathStep
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
@@ -248,12 +250,13 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_op_passes_its_checks() -> None:
-    from attnzoo.kernels.path.portable.decode import path_advance
+    from attnzoo.kernels.path.portable.decode import path_advance_op
 
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
     sink = torch.zeros(2, device=DEVICE)
-    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, None, 9, 0.25))
+    step = PathStep(*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, None, 9, 0.25)
+    opcheck(path_advance_op, step)
 
 
 def test_a_step_compiles_as_one_graph_for_any_length() -> None:

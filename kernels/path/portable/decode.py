@@ -17,7 +17,9 @@ from attnzoo.kernels.common.dense import window_starts
 from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import addressable, cdiv, head_block, per_head, power_of_2
+from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
+from attnzoo.kernels.path.operands import Advanced, PathStep
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
 MAX_SPLITS = 128
@@ -222,36 +224,17 @@ def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, 
     return cdiv(S, size), size
 
 
-def advance(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """N new tokens after S cached ones; see :func:`advance_into`, of which this gives the keys too."""
-    following = _new_keys(keys, values.shape[1])
-    o, lse = advance_into(following, q, k, w, beta, keys, values, gates, valid, sink, log_diag, window, scale)
-    return o, lse, following
+def _advance(x: PathStep) -> Advanced:
+    following = _new_keys(x.keys, x.values.shape[1])
+    return Advanced(*advance_into(following, x), following)
 
 
-def advance_into(
-    following: Tensor, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor,
-    gates: Tensor | None, valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """N new tokens (at most CHUNK) after S cached ones.
+def advance_into(following: Tensor, x: PathStep) -> tuple[Tensor, Tensor]:
+    """o and lse of a step, whose keys go to ``following`` [B, S + N, G, K] float32.
 
-    Args:
-        following: [B, S + N, G, K] float32, gets the keys as the last new token leaves them. For one token it may begin
-            with ``keys`` themselves, if each of them is read by one program alone (:func:`in_place`).
-        q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G]; w and beta may have n factors per token, as in
-            ``path_extend``.
-        keys: [B, S, G, K] float32, as the last cached token left them.
-        values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
-        log_diag: [B, N, H, K] with as many key heads, or None.
-        window: visible keys per row, of those that exist; 0 for no window.
-
-    Returns:
-        o [B, N, H, V] in v's dtype and the rows' log-sum-exp [B, N, H] float32.
+    For one token this may begin with ``x.keys`` themselves, if each is read by one program alone (:func:`in_place`).
     """
+    q, k, w, beta, keys, values, gates, valid, sink, log_diag, window, scale = x
     B, N, H, K = q.shape
     S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
     if N > CHUNK:
@@ -323,13 +306,9 @@ def _new_keys(keys: Tensor, tokens: int) -> Tensor:
     return keys.new_empty(B, (tokens + ROOM - 1) // ROOM * ROOM, G, K)[:, :tokens]
 
 
-path_advance = torch.library.custom_op("attnzoo::path_advance", advance, mutates_args=())
+def _advance_fake(x: PathStep) -> Advanced:
+    o = x.q.new_empty(*x.q.shape[:3], x.values.shape[3], dtype=x.values.dtype)
+    return Advanced(o, x.q.new_empty(x.q.shape[:3], dtype=torch.float32), _new_keys(x.keys, x.values.shape[1]))
 
 
-@path_advance.register_fake
-def _advance_fake(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    o = q.new_empty(*q.shape[:3], values.shape[3], dtype=values.dtype)
-    return o, q.new_empty(q.shape[:3], dtype=torch.float32), _new_keys(keys, values.shape[1])
+path_advance_op = NamedOp("attnzoo::path_advance", PathStep, Advanced, _advance, _advance_fake)
