@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forgetting.cache import ForgettingCache, Network
 from attnzoo.forgetting.steps import take_token
-from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.forms.caches.inplace import Extend, Memory, Rows, tokens_of
 from attnzoo.forms.caches.pages.page_table import PAGE, resized
 from attnzoo.forms.options import SoftmaxOptions
@@ -152,7 +152,7 @@ class ForgettingMemory(Memory):
         """
         slots, size = self.cache.slots, self._room_for(used)
         needed = sum(size_of(x) // x.shape[2] * size for x in slots.values())
-        check_room(needed, self.rows.length.device, f"slots for {size} keys of each head that forgets")
+        check_memory(needed, self.rows.length.device, f"slots for {size} keys of each head that forgets")
         slots["held"].copy_(self._held())
         order = slots["held"].int().argsort(dim=-1, descending=True, stable=True)[..., :size]
         for name, x in slots.items():

@@ -338,7 +338,8 @@ class Attention(PreciseModule):
         cache.check(x)
         whole = WHOLE_STEPS[cache.memory.whole_steps] if cache.whole else None
         if whole is not None and (x.shape[1] == 1 or not whole.ONE_TOKEN):
-            return whole.step(self, x, cache)
+            y: Tensor = whole.step(self, x, cache)
+            return y
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)

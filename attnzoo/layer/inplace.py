@@ -102,7 +102,7 @@ class FixedCache:
             window[row] = cache.windows[name][0]
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
+        """Whether tensors may have changed their places, so that the tokens of a step of ``rows`` fit."""
         return self.memory.ready(rows)
 
     def keep(self, kept: Tensor) -> None:

@@ -55,7 +55,7 @@ def test_steps_write_behind_the_cache_until_its_buffers_are_full(name):
         places.append((state.k.data_ptr(), state.v.data_ptr()))
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
     assert len(set(places[1:])) == 2  # buffers of 256 tokens, then larger ones
-    assert state.room.used == len(state) == 400
+    assert state.buffers.used == len(state) == 400
 
 
 def test_what_records_a_gradient_is_not_overwritten():
@@ -109,12 +109,12 @@ def test_a_cache_of_inference_mode_can_be_continued_outside():
 def test_nothing_is_cast_to_the_dtype_of_the_past():
     past = KVCache(torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))
     new = torch.full((1, 1, 1, 4), 1 / 3, dtype=torch.float64)
-    parts, room = append_in_place(past, {"k": past.k}, {"k": new})
+    parts, buffers = append_in_place(past, {"k": past.k}, {"k": new})
     assert parts["k"].dtype == torch.float64
     assert parts["k"][0, 3, 0, 0] == 1 / 3
     narrow = torch.full((1, 1, 1, 4), 0.5, dtype=torch.float16)
-    again, same = append_in_place(GrowingCache(parts["k"], past.v, room=room), parts, {"k": narrow})
-    assert same is room
+    again, same = append_in_place(GrowingCache(parts["k"], past.v, buffers=buffers), parts, {"k": narrow})
+    assert same is buffers
     assert again["k"][0, 4, 0, 0] == 0.5
 
 

@@ -248,7 +248,7 @@ def test_more_sequences_than_any_memory_holds_are_counted_and_none_is_made(name,
 @pytest.mark.parametrize("name", ["fox", "path_fox", "rope", "mamba2"])
 def test_the_bytes_of_many_sequences_are_those_that_are_made(name, monkeypatch):
     model, seen = build(attention=name), []
-    monkeypatch.setattr(batch, "check_room", lambda needed, device, what: seen.append(needed))
+    monkeypatch.setattr(batch, "check_memory", lambda needed, device, what: seen.append(needed))
     generator = Generator(model, 150, 40)
     assert seen == [generator.bytes() + max(cache.workspace() for cache in generator.batch.caches)]
 

@@ -63,8 +63,8 @@ def looks(monkeypatch):
     """For each look for what may go: the first pages, those that are read, and the mass before these."""
     found, whole = [], reference._first_pages
 
-    def look(logits, sums, pos, q_norm, k_norm, n_log, first, *rest):
-        begin = whole(logits, sums, pos, q_norm, k_norm, n_log, first, *rest)
+    def look(logits, sums, pos, q_norm, pages, *rest):
+        begin, first = whole(logits, sums, pos, q_norm, pages, *rest), pages[2]
         R = logits.shape[1] // begin.shape[1]
         gone = torch.arange(logits.shape[-1]) < PAGE * begin.repeat_interleave(R, 1)[..., None, None]
         found.append((first.clone(), begin, logits.softmax(-1).nan_to_num().masked_fill(~gone, 0.0).sum(-1)))

@@ -160,14 +160,14 @@ def path_kernel() -> Kernel:
             return o, KVCache(carry_keys(*each(k, w, beta), log_diag=a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, w, beta, state.k, state.v, a)
         new = KVCache(k, v, gate.log_decay, valid)
-        parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
+        parts, buffers = append_in_place(state, *growing(state, new, ("v",)), state.k)
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
             q, k, w, beta, state.k.float(), values, single(gates), there, given.scale,
             log_diag=a, window=given.window, sink=given.sink, return_lse=True,
         )  # fmt: skip
-        after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
+        after = GrowingCache(keys, parts["v"], gates, there, carried=True, buffers=buffers)
         return (o, lse) if given.return_lse else o, after
 
     def refuses(call: Call) -> str:

@@ -55,12 +55,14 @@ def wall_kernel() -> Kernel:
         if state is None or not len(state):
             return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
-        parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
+        parts, buffers = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         g, there = parts.get("log_decay"), parts.get("valid")
         seen = KVCache(state.k.float(), expand_heads(parts["v"], H), single(g), there)
         at_once = given.window is None and (T > WALL_STEPS or (T > 1 and valid is None))
         o, lse, keys = (_tokens_at_once if at_once else _token_by_token)(q, k, v, gate, seen, given)
-        return (o, lse) if given.return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
+        return (o, lse) if given.return_lse else o, GrowingCache(
+            keys, parts["v"], g, there, carried=True, buffers=buffers
+        )
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.wall import triton_unavailable

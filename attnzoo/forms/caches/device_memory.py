@@ -16,7 +16,7 @@ def available(device: torch.device) -> int | None:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     if device.type == "cpu":
-        found = [room for room in (_of_machine(), _of_container()) if room is not None]
+        found = [left for left in (_of_machine(), _of_container()) if left is not None]
         return min(found, default=None)
     return None
 
@@ -39,7 +39,7 @@ def _of_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
-def check_room(needed: int, device: torch.device, what: str) -> None:
+def check_memory(needed: int, device: torch.device, what: str) -> None:
     """Refuse what would fill the memory, before it does.
 
     Args:

@@ -90,7 +90,7 @@ class Memory(Protocol):
         return
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
+        """Whether tensors may have changed their places, so that the tokens of a step of ``rows`` fit."""
         return False
 
     def clear(self, row: int) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import reads_values, records
-from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.forms.caches.device_memory import check_memory, size_of
 
-ROOM = 256  # buffers hold multiples of this many tokens
+BUFFER = 256  # tokens: buffers hold multiples of so many
 
 
 class State(Protocol):
@@ -174,56 +174,56 @@ class KVCache:
 
 
 @dataclass(eq=False)
-class Room:
-    """Buffers ``[B, capacity, ...]`` that begin with a cache's tensors.
+class Buffers:
+    """Tensors ``[B, capacity, ...]`` that begin with a cache's own.
 
     Args:
-        buffers: by the names of :class:`KVCache`'s fields.
+        tensors: by the names of :class:`KVCache`'s fields.
         used: tokens of the longest cache in them; only that one may be appended to in place.
     """
 
-    buffers: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     used: int
 
     @property
     def capacity(self) -> int:
-        return next(iter(self.buffers.values())).shape[1]
+        return next(iter(self.tensors.values())).shape[1]
 
     def fits(self, past: Mapping[str, Tensor], new: Mapping[str, Tensor], S: int) -> bool:
         """Whether ``new`` can be written behind the ``S`` tokens of ``past``."""
         T = next(iter(new.values())).shape[1]
-        if self.used != S or self.capacity < S + T or self.buffers.keys() != past.keys():
+        if self.used != S or self.capacity < S + T or self.tensors.keys() != past.keys():
             return False
-        writable = torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.buffers.values())
+        writable = torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.tensors.values())
         return writable and all(
             x.shape[2:] == past[name].shape[2:] and x.dtype == torch.promote_types(past[name].dtype, new[name].dtype)
-            for name, x in self.buffers.items()
+            for name, x in self.tensors.items()
         )
 
 
 @dataclass(frozen=True, eq=False)
 class GrowingCache(KVCache):
-    """A :class:`KVCache` some of whose tensors are views of a :class:`Room`: appending to it copies nothing."""
+    """A :class:`KVCache` some of whose tensors are views of :class:`Buffers`: appending to it copies nothing."""
 
-    room: Room | None = None
+    buffers: Buffers | None = None
 
 
 def check_copy(state: KVCache | None, tokens: int) -> None:
-    """Refuse a copy of the cache with ``tokens`` more that would fill the memory; it looks once in ROOM tokens.
+    """Refuse a copy of the cache with ``tokens`` more that would fill the memory; it looks once in BUFFER tokens.
 
     Raises:
         MemoryError: there is less.
     """
     S = 0 if state is None else len(state)
-    if state is None or not S or (S + tokens) // ROOM == S // ROOM:
+    if state is None or not S or (S + tokens) // BUFFER == S // BUFFER:
         return
     needed = (size_of(state.k) + size_of(state.v)) // S * (S + tokens)
-    check_room(needed, state.v.device, f"cache of {S + tokens} tokens, carried on as a copy")
+    check_memory(needed, state.v.device, f"cache of {S + tokens} tokens, carried on as a copy")
 
 
 def append_in_place(
     state: KVCache, past: Mapping[str, Tensor], new: Mapping[str, Tensor], carried: Tensor | None = None
-) -> tuple[dict[str, Tensor], Room]:
+) -> tuple[dict[str, Tensor], Buffers]:
     """``past``, which are tensors of ``state``, followed by ``new`` along time (dim 1), and the buffers they are in.
 
     Written behind ``past`` where it stands, if nothing has been written there, else into larger copies. ``state``
@@ -233,27 +233,27 @@ def append_in_place(
         state: that they are of.
         past: by name, ``[B, S, ...]``.
         new: by the same names, ``[B, T, ...]``.
-        carried: keys ``[B, S, ...]`` that the caller copies with as much room; they count among what must fit.
+        carried: keys ``[B, S, ...]`` that the caller copies into as large a buffer; they count among what must fit.
 
     Raises:
         MemoryError: the copies would fill the memory.
     """
     S, T = len(state), next(iter(new.values())).shape[1]
-    room = state.room if isinstance(state, GrowingCache) else None
-    if room is None or not room.fits(past, new, S):
-        size = -(-(S + T + S // 4) // ROOM) * ROOM
+    buffers = state.buffers if isinstance(state, GrowingCache) else None
+    if buffers is None or not buffers.fits(past, new, S):
+        size = -(-(S + T + S // 4) // BUFFER) * BUFFER
         kept = [*past.values(), *(() if carried is None else (carried,))]
         needed = sum(size_of(x) // max(1, S) * size for x in kept)
-        check_room(needed, state.v.device, f"cache of {S + T} tokens, with room for {size}")
-        room = Room({}, S)
+        check_memory(needed, state.v.device, f"cache of {S + T} tokens, with room for {size}")
+        buffers = Buffers({}, S)
         for name, x in past.items():
             dtype = torch.promote_types(x.dtype, new[name].dtype)
-            room.buffers[name] = x.new_empty(x.shape[0], size, *x.shape[2:], dtype=dtype)
-            room.buffers[name][:, :S] = x
+            buffers.tensors[name] = x.new_empty(x.shape[0], size, *x.shape[2:], dtype=dtype)
+            buffers.tensors[name][:, :S] = x
     for name, x in new.items():
-        room.buffers[name][:, S : S + T] = x
-    room.used = S + T
-    return {name: x[:, : room.used] for name, x in room.buffers.items()}, room
+        buffers.tensors[name][:, S : S + T] = x
+    buffers.used = S + T
+    return {name: x[:, : buffers.used] for name, x in buffers.tensors.items()}, buffers
 
 
 def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -296,9 +296,9 @@ def grown(state: KVCache, new: KVCache, *readers: Tensor | None) -> KVCache:
     if records(*past.values(), *now.values(), *readers):
         both = {name: torch.cat([past[name], now[name]], 1) for name in past}
         return replace(new, **both)  # type: ignore[arg-type]
-    parts, room = append_in_place(state, past, now)
+    parts, buffers = append_in_place(state, past, now)
     return GrowingCache(
-        parts["k"], parts["v"], parts.get("log_decay"), parts.get("valid"), new.phase, new.angle, room=room
+        parts["k"], parts["v"], parts.get("log_decay"), parts.get("valid"), new.phase, new.angle, buffers=buffers
     )
 
 

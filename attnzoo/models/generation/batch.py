@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.forms.caches.device_memory import GIB, check_room, size_of
+from attnzoo.forms.caches.device_memory import GIB, check_memory, size_of
 from attnzoo.forms.caches.inplace import Rows
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.inplace import FixedCache
@@ -96,7 +96,7 @@ class Batch:
 
         total, beside = needed(size)
         what = f"caches of {size} sequences of {max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
-        check_room(total + beside, self.device, what)
+        check_memory(total + beside, self.device, what)
         return layers
 
     def bytes(self) -> int:
@@ -161,7 +161,7 @@ class Batch:
         """
         if tokens > self._longest:
             what = f"step that checks {tokens - 1} proposed tokens of each sequence"
-            check_room(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
+            check_memory(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
             self._longest = tokens
         self.rows.tokens = tokens
         try:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.precision import GateLinear
 
 
@@ -70,7 +70,7 @@ def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.M
     """
     groups = _of_one_input(blocks, run)
     needed = sum(size_of(one.weight) for maps in groups for one in maps)
-    check_room(needed, next(blocks[0].parameters()).device, "weights one above the other")
+    check_memory(needed, next(blocks[0].parameters()).device, "weights one above the other")
     products = [Product(maps) for maps in groups]
     parts: dict[nn.Module, nn.Module] = {
         one: Part(product, place) for product in products for place, one in enumerate(product.maps)

@@ -31,7 +31,7 @@ class PagedMemory(Memory):
 
     On a GPU a step is a few kernels (``attnzoo.kernels.decode``), which read there how many keys there are. With
     ``prune`` it skips the first pages of a head that together weigh at most its eps in each row. It reads all where
-    looking for them takes longer than reading them (one H200): where keys are given up by such a certificate already,
+    looking for them takes longer than reading them (one H200): where keys are evicted by such a certificate already,
     where there are fewer than LONG pages, and where all keys and values take less than LARGE bytes.
 
     Args:
@@ -39,8 +39,7 @@ class PagedMemory(Memory):
         rows: see :class:`~attnzoo.forms.caches.inplace.Rows`.
         place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.SoftmaxForms`.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
-        evict: what keys are given up by, when a sequence has got as many tokens as a page has; None for none.
-        looked: by row, how many tokens there were when it was last asked.
+        evict: what keys are evicted by; None for none.
         last: the step of several tokens that :meth:`keep` ends.
         starts: by row, the state that its sequence goes on from; those that go on from one share its whole pages.
     """
@@ -50,7 +49,6 @@ class PagedMemory(Memory):
     place: Callable[..., Any]
     phase: Tensor | None
     evict: Eviction | None = None
-    looked: dict[int, int] = field(default_factory=dict)
     last: Call | None = None
     starts: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
@@ -137,10 +135,10 @@ class PagedMemory(Memory):
         if self.evict is not None:
             away, one = self.evict.offload, one.apart()
             if away is None:
-                self.evict.evict(one)
+                self.evict.apply(one)
             elif theirs is not None and theirs.offload is not None:
                 kept = theirs.offload.copy()
-                replace(theirs, offload=kept).evict(one)
+                replace(theirs, offload=kept).apply(one)
                 away.adopt(row, kept)
             elif bool(one.first.any()):
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
@@ -148,7 +146,6 @@ class PagedMemory(Memory):
         twins = self.starts.items() if self.pool.shares else ()
         self.pool.adopt(row, one, tokens, next((other for other, start in twins if start() is state), None))
         self.starts[row] = weakref.ref(state)
-        self.looked[row] = one.lengths[0]
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
 
@@ -158,9 +155,8 @@ class PagedMemory(Memory):
 
     def ready(self, rows: Sequence[int]) -> bool:
         tokens, lengths = self.rows.tokens, self.rows.lengths
-        if self.evict is not None and any(lengths[b] >= self.looked[b] + PAGE for b in rows):
-            self.looked = dict(enumerate(lengths))
-            self.evict.evict(self.pool)
+        if self.evict is not None and self.evict.due(self.pool):
+            self.evict.apply(self.pool)
         full = [b for b in rows if -lengths[b] % PAGE < tokens]
         if full:
             self.pool.reserve([tokens * (b in full) for b in range(len(lengths))])

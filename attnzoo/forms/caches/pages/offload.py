@@ -13,7 +13,7 @@ from attnzoo.forms.caches.pages.pool import KeyPool
 
 @dataclass(eq=False)
 class Offload:
-    """The pages that a pool has given up, and the bounds of rows to come that it went by.
+    """The pages that a pool has moved to the host, and the bounds of rows to come that it went by.
 
     These are the largest values so far. A row that breaks them is looked at before it attends: the pages that could
     give it more than eps come back first. So no row loses more, whatever it asks.
@@ -32,7 +32,7 @@ class Offload:
 
     @staticmethod
     def empty(B: int, G: int, H: int, device: torch.device) -> Offload:
-        """Nothing given up, and no row seen."""
+        """No page on the host, and no row seen."""
         lowest = torch.full((B, H), -torch.inf, dtype=torch.float64, device=device)
         return Offload([[{} for _ in range(G)] for _ in range(B)], lowest, lowest.clone())
 
@@ -41,7 +41,7 @@ class Offload:
         return QueryBounds(self.query, self.own)
 
     def keep(self, pool: KeyPool, gone: Tensor) -> None:
-        """Copy the pages ``gone`` (``[n, 3]``: sequence, head, number), which the pool is about to give up."""
+        """Copy the pages ``gone`` (``[n, 3]``: sequence, head, number), which are about to leave the pool."""
         for b, g, n in gone.tolist():
             id = int(pool.pages[b, g, n])
             self.pages[b][g][n] = {name: x[id].to("cpu", copy=True) for name, x in pool.of_pages().items()}
@@ -87,7 +87,7 @@ class Offload:
         self.query[row], self.own[row] = other.query[0], other.own[0]
 
     def clear(self, row: int) -> None:
-        """Of row ``row`` nothing has been given up or seen."""
+        """Of row ``row`` nothing is on the host or has been seen."""
         self.adopt(row, Offload.empty(1, len(self.pages[row]), self.query.shape[1], self.query.device))
 
     def select(self, index: Tensor) -> None:

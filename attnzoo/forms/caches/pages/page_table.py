@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attnzoo.forms.caches.device_memory import check_room, size_of
+from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.kernels.decode.state import GateState, KeyPages, PagedState, PageTable
 
 PAGE = 64  # tokens of a page
@@ -53,7 +53,7 @@ class Pages:
         mark: names its state, for :class:`~attnzoo.forms.caches.pages.paged_cache.PagedCache`.
         before: the state that the last call went on from; -1 where there is no way back.
         marks: given so far.
-        looked: whole pages of all sequences when ``evict`` was last asked.
+        looked: tokens of each sequence when it was last looked for keys to evict.
     """
 
     k: Tensor
@@ -75,7 +75,7 @@ class Pages:
     mark: int = 0
     before: int = -1
     marks: int = 0
-    looked: int = 0
+    looked: list[int] = field(default_factory=list)
 
     def state(self) -> PagedState:
         """The same tensors as the kernels over pages take them."""
@@ -96,8 +96,8 @@ class Pages:
             R: query heads per key head.
             dtype: of keys and values.
             decays: whether the tokens come with log decays.
-            pages: room for that many from the start.
-            tokens: the tables have room for sequences of that length from the start.
+            pages: how many there are from the start.
+            tokens: of the longest sequence that the tables hold from the start.
             more: fields of a class that extends this one.
         """
         N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
@@ -117,7 +117,7 @@ class Pages:
             zeros(B, G, N, of=torch.float32), [0] * B,
             torch.full((B, G, N), -1, dtype=torch.int32, device=host),
             torch.zeros(pages, dtype=torch.int32, device=host),
-            [] if host == "meta" else list(reversed(range(pages))), **more,
+            [] if host == "meta" else list(reversed(range(pages))), looked=[0] * B, **more,
         )  # fmt: skip
 
     def new_mark(self) -> int:
@@ -167,7 +167,7 @@ class Pages:
         missing = G * sum(max(0, stop - start) for start, stop in spans) + len(shared)
         if not missing:
             return
-        self._make_room(missing - len(self.free), max(stop for _, stop in spans))
+        self._grow(missing - len(self.free), max(stop for _, stop in spans))
         for b, g, n in shared:
             old = int(self.pages[b, g, n])
             if int(self.refs[old]) == 1:  # the other sequences have theirs by now
@@ -194,7 +194,7 @@ class Pages:
         self.refs[taken] = 1
         return taken
 
-    def _make_room(self, missing: int, width: int) -> None:
+    def _grow(self, missing: int, width: int) -> None:
         """At least ``missing`` more pages, and tables of ``width`` pages."""
         P, N = len(self.refs), self.pages.shape[2]
         if missing > 0:
@@ -203,7 +203,7 @@ class Pages:
             each = sum(x.shape[1:].numel() * x.element_size() for x in paged.values())
             old = max(size_of(x) for x in paged.values())  # stands beside its copy for a moment
             tokens = sum(self.lengths)
-            check_room((size - P) * each + old, self.k.device, f"cache of {tokens} tokens, {size - P} pages more")
+            check_memory((size - P) * each + old, self.k.device, f"cache of {tokens} tokens, {size - P} pages more")
             for name, x in paged.items():
                 setattr(self, name, resized(x, 0, size))
             self.refs = resized(self.refs, 0, size)
@@ -222,7 +222,7 @@ class Pages:
         Raises:
             MemoryError: as :meth:`reserve`.
         """
-        self._make_room(len(found) - len(self.free), 0)
+        self._grow(len(found) - len(self.free), 0)
         ids = self._take(len(found))
         for id, page in zip(ids, found.values(), strict=True):
             for name, x in self.of_pages().items():
@@ -272,6 +272,7 @@ class Pages:
         self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
         self._release(self.pages[self.pages >= 0])
         self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
+        self.looked = [self.looked[b] for b in rows.tolist()]
         picked = {name: x[index] for name, x in self._of_rows().items()}
         for name, x in picked.items():
             if x.shape == getattr(self, name).shape:
@@ -281,15 +282,15 @@ class Pages:
         self.table.copy_(kept)
 
     def apart(self) -> Self:
-        """The same pages, to be given up without those of this pool: nothing may be added to them."""
+        """The same pages, to be evicted without those of this pool: nothing may be added to them."""
         own = {name: getattr(self, name).clone() for name in ("pages", "table", "first", "refs")}
-        return replace(self, **own, free=list(self.free))
+        return replace(self, **own, free=list(self.free), looked=list(self.looked))
 
     @torch.no_grad()
     def reset(self, row: int) -> None:
         """Forget a sequence."""
         self._release(self.pages[row][self.pages[row] >= 0])
-        self.pages[row], self.lengths[row] = -1, 0
+        self.pages[row], self.lengths[row], self.looked[row] = -1, 0, 0
         for name, x in self._of_rows().items():
             x[row] = -1 if name == "table" else 0
 
@@ -313,7 +314,7 @@ class Pages:
             common[:, :whole] = live[:, :whole] & (self.pages[twin, :, :whole] >= 0)
         copied = live & ~common
         wanted = torch.cat([copied, live.new_ones(len(live), n - end)], 1)
-        self._make_room(int(wanted.sum()) - len(self.free), n)
+        self._grow(int(wanted.sum()) - len(self.free), n)
         self.pages[row, :, :n][wanted] = self.pages.new_tensor(self._take(int(wanted.sum())))
         if twin is not None:
             ids = self.pages[twin, :, :end][common]
@@ -329,7 +330,7 @@ class Pages:
             elif name != "table":
                 x[row, :, :end] = new[:, :end]
         self.table[row].copy_(self.pages[row])
-        self.lengths[row] = other.lengths[0]
+        self.lengths[row], self.looked[row] = other.lengths[0], other.looked[0]
 
 
 def resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:

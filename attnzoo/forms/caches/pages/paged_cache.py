@@ -1,4 +1,4 @@
-"""A cache in the pages of a pool, which may give up keys for ever."""
+"""A cache in the pages of a pool, from which keys may be evicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnzoo.forms.caches.state import check_rows, whole
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """What a cache goes by when it gives up keys.
+    """What a cache goes by when it evicts keys.
 
     Args:
         log_eps: logarithm of the weight that later rows may lose in all.
@@ -45,9 +45,13 @@ class Eviction:
             away = replace(away, query=away.query.to(device), own=away.own.to(device))
         return replace(self, bounds=bounds, offload=away)
 
-    def evict(self, pool: KeyPool) -> int:
-        """How many pages have become free, as ``pool`` has given back those that no row to come needs."""
-        away = self.offload
+    def due(self, pool: KeyPool) -> bool:
+        """Whether some sequence has got as many tokens as a page has since it was last looked for keys to evict."""
+        return any(n >= before + PAGE for n, before in zip(pool.lengths, pool.looked, strict=True))
+
+    def apply(self, pool: KeyPool) -> int:
+        """How many pages have become free, as ``pool`` has evicted those that no row to come needs."""
+        away, pool.looked = self.offload, list(pool.lengths)
         bounds, keep = (self.bounds, None) if away is None else (away.bounds, away.keep)
         return pool.evict(self.log_eps, bounds, self.window, keep)
 
@@ -76,12 +80,12 @@ class PagedCache:
     """What the softmax side remembers, in the pages of a :class:`~attnzoo.forms.caches.pages.pool.KeyPool`.
 
     A call that goes on from it changes the pool and gives a new object; this one may be gone on from once more in its
-    place (after a call that failed). Keys are given up when a call begins, for what its cache had seen before it. So
+    place (after a call that failed). Keys are evicted when a call begins, for what its cache had seen before it. So
     the tokens of the last call can always be taken back.
 
     Args:
         pool: the keys and values.
-        evict: what they are given up by, or None.
+        evict: what they are evicted by, or None.
         tokens: how many it has seen, padding included.
         valid: which of them exist, ``[B, tokens]`` bool, or None for all.
         phase: RoPE's total angle so far, as in :class:`attnzoo.KVCache`.
@@ -139,13 +143,12 @@ class PagedCache:
             raise ValueError("state: expected torch.no_grad(), as keys in pages have no gradient, got inputs with one")
 
     def begin(self) -> None:
-        """Make ready for a call: the pool is what it was when this cache was made, but for keys that are given up."""
+        """Make ready for a call: the pool is what it was when this cache was made, but for keys that are evicted."""
         self._settle()
-        pages = sum(n // PAGE for n in self.lengths)
-        if self.evict is not None and pages != self.pool.looked:  # at most once a page
-            if self.evict.evict(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
-                self.pool.compact()
-            self.pool.looked = pages
+        if self.evict is None or not self.evict.due(self.pool):
+            return
+        if self.evict.apply(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
+            self.pool.compact()
 
     def keys(self) -> KeyPool:
         """The keys of this cache, to be read: its pool, or a copy where that still holds tokens that were taken back.
@@ -194,7 +197,7 @@ class PagedCache:
     def crop(self, tokens: int) -> PagedCache:
         """The cache as it was after the first ``tokens`` tokens. This one can be gone on from in its place.
 
-        Keys that have been given up since stay so where no row after those tokens needs them: they were certified for
+        Keys that have been evicted since stay so where no row after those tokens needs them: they were certified for
         all rows to come when they went, and that holds from the first token on at which it is true.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Keys and values of many sequences in pages of one pool: what is added, what is given up and what is taken back."""
+"""Keys and values of many sequences in pages of one pool: what is added, what is evicted and what is taken back."""
 
 from __future__ import annotations
 
@@ -336,6 +336,7 @@ class KeyPool(Pages):
         self.refs.index_add_(0, owned, self.refs.new_ones(owned.shape))
         self.free[:] = (self.refs == 0).nonzero()[:, 0].tolist()
         self.lengths = list(lengths)
+        self.looked = [min(before, n) for before, n in zip(self.looked, lengths, strict=True)]
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What is there of key head g of sequence b, for references.

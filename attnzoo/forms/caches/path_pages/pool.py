@@ -7,7 +7,7 @@ from page to page,
 .. math:: s_{tj} = \lambda\, (R_{j+1} \cdots R_e k_j)^\top R_{e+1} \cdots R_t q_t
 
 with e the end of j's page. So a step reads each key once, rewrites those of the page that is not whole alone, and pages
-that are given up cost nothing.
+that are evicted cost nothing.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class CarriedPool(KeyPool):
         near = self._near()
         self.append(k, v, gate.log_decay, valid)
         order, counts = in_front(B, T, valid, k.device)
-        room = max(n - base for n, base in zip(self.lengths, bases, strict=True)) // PAGE * PAGE + 2 * PAGE
+        size = max(n - base for n, base in zip(self.lengths, bases, strict=True)) // PAGE * PAGE + 2 * PAGE
         there = torch.arange(T, device=k.device) < order.new_tensor(counts)[:, None]
         row, token = there.nonzero(as_tuple=True)
         place = token + order.new_tensor([n - base for n, base in zip(before, bases, strict=True)])[row]
         wide = []
         for old, new in zip(near, (k, gate.w, gate.beta), strict=True):
-            x = torch.cat([old, old.new_zeros(B, G, room - 2 * PAGE, *old.shape[3:])], 2)
+            x = torch.cat([old, old.new_zeros(B, G, size - 2 * PAGE, *old.shape[3:])], 2)
             x[row, :, place] = cast(Tensor, new)[row, order[row, token]].to(dtype)
             wide.append(x)
         pages = [
