@@ -34,6 +34,7 @@ from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
 PLAIN = 128  # rows per block in plain operations
+LANES = 16  # keys below which PyTorch's CPU kernels look for the largest logit one by one, and pass over NaN
 
 
 def _fused(name: str) -> Callable[..., Any] | None:
@@ -79,6 +80,7 @@ def causal_attention(
     S, V = k.shape[2], v.shape[3]
     fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
+    plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)  # a compiled length stays open
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
