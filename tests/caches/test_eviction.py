@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import QueryBounds
+from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
 
@@ -35,7 +36,7 @@ def gates(kind: str) -> Tensor:
 def evicted(k: Tensor, g: Tensor, bounds: QueryBounds, piece: int = PAGE) -> Tensor:
     """How many of the keys ``[B, T, K]`` are gone when each row is computed, ``[B, T]``; evicted before each piece."""
     B, gone = len(k), []
-    pool = KeyPool.empty(B, 1, 1, k.shape[2], 1, dtype=torch.float64)
+    pool = KeyPool.empty(PoolSizes(B, 1, 1, k.shape[2], 1), dtype=torch.float64)
     for start in range(0, T, piece):
         pool.evict(LOG_EPS, bounds)
         now = slice(start, min(start + piece, T))
@@ -85,7 +86,7 @@ def test_no_later_row_loses_more_than_eps_where_keys_are_carried(kind: str) -> N
     of_all = {"log_decay": gates(kind)[:tokens, None], "w": w[:, None], "beta": torch.full((tokens, 1), 2.0).double()}
     gate = Gate(**{name: x.expand(2, *x.shape) for name, x in of_all.items()})
     pool, whole = (
-        CarriedPool.of(2, 1, 1, 4, 1, dtype=torch.float64, values=torch.float64, device="cpu", decays=True)
+        CarriedPool.of(PoolSizes(2, 1, 1, 4, 1), dtype=torch.float64, values=torch.float64, device="cpu", decays=True)
         for _ in range(2)
     )
     lost = []
@@ -141,7 +142,7 @@ def test_a_long_key_keeps_what_short_ones_would_let_go() -> None:
 
 
 def test_the_head_that_reaches_furthest_holds_the_page_of_its_group() -> None:
-    pool = KeyPool.empty(1, 1, 2, 4, 4, dtype=torch.float32)
+    pool = KeyPool.empty(PoolSizes(1, 1, 2, 4, 4), dtype=torch.float32)
     k, g = torch.randn(1, 640, 1, 4), torch.tensor([-1.0, -0.001]).expand(1, 640, 2)
     pool.append(k, k, g)
     bounds = QueryBounds(torch.tensor([0.1, 0.1]), torch.tensor([1.0, 1.0]))
@@ -151,7 +152,7 @@ def test_the_head_that_reaches_furthest_holds_the_page_of_its_group() -> None:
 
 
 def test_what_a_window_or_a_closed_gate_hides_goes_without_bounds() -> None:
-    pool = KeyPool.empty(2, 1, 1, 4, 4, dtype=torch.float32)
+    pool = KeyPool.empty(PoolSizes(2, 1, 1, 4, 4), dtype=torch.float32)
     k, g = torch.randn(2, 640, 1, 4), torch.zeros(2, 640, 1)
     g[0, 320] = -math.inf
     pool.append(k, k, g)

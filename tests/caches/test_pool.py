@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo import build_attention
 from attnzoo.forms.caches import device_memory
+from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 
 B, G, R, K, V = 3, 2, 2, 8, 4
@@ -22,7 +23,7 @@ def tokens(T: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool_of(*pieces: int) -> tuple[KeyPool, tuple[Tensor, Tensor, Tensor]]:
-    pool, parts = KeyPool.empty(B, G, R, K, V, dtype=torch.float32), tokens(sum(pieces))
+    pool, parts = KeyPool.empty(PoolSizes(B, G, R, K, V), dtype=torch.float32), tokens(sum(pieces))
     start = 0
     for T in pieces:
         pool.append(*(x[:, start : start + T] for x in parts))
@@ -60,7 +61,7 @@ def test_tokens_come_back_whatever_the_pieces() -> None:
 
 
 def test_padding_is_not_stored() -> None:
-    pool, parts = KeyPool.empty(B, G, R, K, V, dtype=torch.float32), tokens(300)
+    pool, parts = KeyPool.empty(PoolSizes(B, G, R, K, V), dtype=torch.float32), tokens(300)
     valid = torch.rand(B, 300, generator=torch.Generator().manual_seed(1)) < torch.tensor([[0.9], [0.0], [0.3]])
     for start, stop in ((0, 150), (150, 151), (151, 300)):
         pool.append(*(x[:, start:stop] for x in parts), valid[:, start:stop])
@@ -135,7 +136,7 @@ def test_tokens_are_taken_back_across_closed_gates(number: int) -> None:
     g[:, [3, 63, 64, 101, 140, 160]] = -math.inf
     g[1, :, 2] = -math.inf
     lengths, more = [number, 90, 200], tuple(x[:, 100:150] for x in (k, v, g))
-    pool, shorter = (KeyPool.empty(B, G, R, K, V, dtype=torch.float32) for _ in range(2))
+    pool, shorter = (KeyPool.empty(PoolSizes(B, G, R, K, V), dtype=torch.float32) for _ in range(2))
     pool.append(k, v, g)
     pool.crop(lengths)
     shorter.append(k, v, g, torch.arange(200) < torch.tensor(lengths)[:, None])
@@ -160,7 +161,7 @@ def test_tokens_are_taken_back_across_closed_gates(number: int) -> None:
 
 def test_a_sequence_of_another_pool_goes_on_here() -> None:
     pool, parts = pool_of(100)
-    other = KeyPool.empty(1, G, R, K, V, dtype=torch.float32)
+    other = KeyPool.empty(PoolSizes(1, G, R, K, V), dtype=torch.float32)
     k, v, g = (x[:1] for x in tokens(150, seed=3))
     other.append(k, v, g)
     pool.reset(1)

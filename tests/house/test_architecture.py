@@ -212,6 +212,17 @@ def test_only_caches_tell_caches_apart() -> None:
     assert not bad, "\n".join(["they ask for the class of a cache:", *bad])
 
 
+def test_caches_have_a_word_for_each_thing() -> None:
+    """Pages are evicted by one call, and what is neither room nor fixed is not called so."""
+    code = {module: path.read_text() for module, path in modules().items() if within(module, "forms.caches")}
+    nodes = [(module, node) for module, text in code.items() for node in ast.walk(ast.parse(text))]
+    names = {(module, getattr(node, kind)) for module, node in nodes for kind in ("id", "attr", "arg", "name")
+             if isinstance(getattr(node, kind, None), str)}  # fmt: skip
+    assert not [name for name in names if {"room", "fixed"} & {*name[1].lower().split("_")}]
+    calls = [node.func for _, node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert [call.attr for call in calls].count("evict") == 1
+
+
 def test_a_question_for_the_class_of_a_cache_is_found() -> None:
     code = "isinstance(x, KVCache)\nisinstance(x, int | caches.PagedCache)\ntype(x) is KVCache\nisinstance(x, Tensor)\n"
     assert told_apart(code, {"KVCache", "PagedCache"}) == [1, 2, 3]

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.forms.caches.pages.page_table import PAGE
+from attnzoo.forms.caches.pages.page_table import PAGE, PoolSizes
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
 from attnzoo.forms.options import SoftmaxOptions
@@ -91,7 +91,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inp
     sink = None if "sink" not in case.options else torch.full((case.H,), case.options["sink"], device=DEVICE)
     x = Inputs(q.to(dtype), k.to(dtype), v.to(dtype), gate, None, SoftmaxOptions(**{**case.options, "sink": sink}))
     x.pool = CarriedPool.of(
-        B, case.G, R, case.K, case.V, dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None,
+        PoolSizes(B, case.G, R, case.K, case.V), dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None,
         factors=case.factors,
     )  # fmt: skip
     before = torch.tensor(case.lengths, device=DEVICE) - torch.tensor(case.count or (case.T,) * B, device=DEVICE)
@@ -206,12 +206,18 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
     """
     (B, S, G, K), decays = x.k.shape, x.gate.log_decay is not None
     pool = GroupedPool.empty(
-        B, G, case.H // G, K, case.V, dtype=x.v.dtype, device=DEVICE, decays=decays, pages=0, tokens=S, group=group
+        PoolSizes(B, G, case.H // G, K, case.V),
+        dtype=x.v.dtype,
+        device=DEVICE,
+        decays=decays,
+        pages=0,
+        tokens=S,
+        group=group,
     )
     for b in range(B):
         one = CarriedPool.of(
-            1, G, case.H // G, K, case.V, dtype=torch.float32, values=x.v.dtype, device=DEVICE, decays=decays,
-            factors=case.factors,
+            PoolSizes(1, G, case.H // G, K, case.V), dtype=torch.float32, values=x.v.dtype, device=DEVICE,
+            decays=decays, factors=case.factors,
         )  # fmt: skip
         row = x.gate.map(lambda y, b=b: y[b : b + 1, :start])
         one.add(x.k[b : b + 1, :start], x.v[b : b + 1, :start], row, None)
@@ -272,12 +278,14 @@ def test_pruning_reads_no_page_that_no_row_needs(grouped: bool, bounded: bool) -
         x.options, prune=Prune(1e-4), logit_bound=torch.full((4,), 9.0, device=DEVICE) if bounded else None
     )
     want = exact(case, x)
-    one = CarriedPool.of(1, 2, 2, 16, 16, dtype=torch.float32, values=torch.float32, device=DEVICE, decays=True)
+    one = CarriedPool.of(
+        PoolSizes(1, 2, 2, 16, 16), dtype=torch.float32, values=torch.float32, device=DEVICE, decays=True
+    )
     one.add(x.k[:, :298], x.v[:, :298], x.gate.map(lambda y: y[:, :298]), None)
     pool: CarriedPool | GroupedPool = one
     if grouped:
         pool = GroupedPool.empty(
-            1, 2, 2, 16, 16, dtype=x.v.dtype, device=DEVICE, decays=True, pages=0, tokens=300, group=2
+            PoolSizes(1, 2, 2, 16, 16), dtype=x.v.dtype, device=DEVICE, decays=True, pages=0, tokens=300, group=2
         )
         pool.adopt(0, GroupedPool.copy_of(one, group=2), 300)
     pool.reserve([2])

@@ -15,6 +15,7 @@ from attnzoo.algebra.values import records
 from attnzoo.forms.caches.inplace import Memory, Rows
 from attnzoo.forms.caches.inplace_keys import KeyMemory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
+from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.paged_cache import PagedCache, key_heads
 from attnzoo.forms.caches.pages.pool import KeyPool, LastRows
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
@@ -114,8 +115,9 @@ class PlacedKeys(_Pages):
     pages: bool = True
 
     def new(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> PagedCache:
-        (B, _, H, K), G, decays = q.shape, key_heads(q, v, gate), gate.log_decay is not None
-        return PagedCache.of(KeyPool.empty(B, G, H // G, K, v.shape[3], dtype=v.dtype, device=v.device, decays=decays))
+        sizes = _sizes(q, v, key_heads(q, v, gate))
+        decays = gate.log_decay is not None
+        return PagedCache.of(KeyPool.empty(sizes, dtype=v.dtype, device=v.device, decays=decays))
 
     def refuses(self, form: str, call: Call) -> str:
         return _refuses(form, call) or triton_unavailable(call.q, call.v)
@@ -144,13 +146,11 @@ class CarriedKeys(_Pages):
     pages: bool = False
 
     def new(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> PagedCache:
-        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
-        return PagedCache.of(
-            CarriedPool.of(
-                B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays,
-                factors=gate.factors,
-            )
+        pool = CarriedPool.of(
+            _sizes(q, v, v.shape[2]), dtype=compute_dtype(q), values=v.dtype, device=v.device,
+            decays=gate.log_decay is not None, factors=gate.factors,
         )  # fmt: skip
+        return PagedCache.of(pool)
 
     def refuses(self, form: str, call: Call) -> str:
         return _refuses(form, call) or path_unavailable(call.q, call.v)
@@ -196,6 +196,12 @@ def _ready(forms: Keeper, call: Call, given: SoftmaxOptions) -> tuple[Tensor, Te
     there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
     seen = {"tokens": state.tokens + q.shape[1], "valid": there, "phase": phase, "angle": angle}
     return q, k, v, gate.per_token(q), seen
+
+
+def _sizes(q: Tensor, v: Tensor, G: int) -> PoolSizes:
+    """Those of a pool for such tokens, whose keys have G heads."""
+    B, _, H, K = q.shape
+    return PoolSizes(B, G, H // G, K, v.shape[3])
 
 
 def _scale(q: Tensor, given: SoftmaxOptions) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,24 @@ PAGE = 64  # tokens of a page
 PAGED = ("k", "v", "decay", "factor")  # what has a row per page
 TABLES = ("table", "page_sum", "n_log", "closed", "k_norm")  # what has an entry per page of a sequence
 CHUNK = 16  # a table grows by multiples of this many pages
+
+
+class PoolSizes(NamedTuple):
+    """How many sequences a pool holds, and heads and channels of each.
+
+    Args:
+        B: sequences.
+        G: key heads.
+        R: query heads per key head; 1 is enough where nothing decays.
+        K: channels of keys.
+        V: channels of values.
+    """
+
+    B: int
+    G: int
+    R: int
+    K: int
+    V: int
 
 
 @dataclass(eq=False)
@@ -87,19 +105,20 @@ class Pages:
 
     @classmethod
     def empty(
-        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
-        decays: bool = True, pages: int = 0, tokens: int = 0, **more: Any,
+        cls, sizes: PoolSizes, *, dtype: torch.dtype, device: torch.device | str = "cpu", decays: bool = True,
+        pages: int = 0, tokens: int = 0, **more: Any,
     ) -> Self:  # fmt: skip
-        """A pool of B empty sequences.
+        """A pool of empty sequences.
 
         Args:
-            R: query heads per key head.
+            sizes: of the sequences.
             dtype: of keys and values.
             decays: whether the tokens come with log decays.
             pages: how many there are from the start.
             tokens: of the longest sequence that the tables hold from the start.
             more: fields of a class that extends this one.
         """
+        B, G, R, K, V = sizes
         N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
         host = "meta" if torch.device(device).type == "meta" else "cpu"  # only counted there
 
@@ -119,6 +138,12 @@ class Pages:
             torch.zeros(pages, dtype=torch.int32, device=host),
             [] if host == "meta" else list(reversed(range(pages))), looked=[0] * B, **more,
         )  # fmt: skip
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """The sizes of its sequences."""
+        B, G, _ = self.table.shape
+        return PoolSizes(B, G, 1 if self.decay is None else self.decay.shape[2], self.k.shape[2], self.v.shape[2])
 
     def new_mark(self) -> int:
         """A name that no state of the pool has had."""

@@ -131,9 +131,9 @@ class PagedCache:
             ValueError: another batch, other heads or channels, a gate with other parts, or a gradient is expected.
         """
         pool, (B, _, H, K), G, V = self.pool, q.shape, key_heads(q, v, gate), v.shape[3]
-        R = H // G if pool.decay is None else pool.decay.shape[2]
-        got, expected = (B, H, G, K, V), (len(pool.lengths), R * pool.table.shape[1], *pool.table.shape[1:2])
-        expected = (*expected, pool.k.shape[2], pool.v.shape[2])
+        sizes = pool.sizes
+        heads = sizes.G * (H // G if pool.decay is None else sizes.R)
+        got, expected = (B, H, G, K, V), (sizes.B, heads, sizes.G, sizes.K, sizes.V)
         if got != expected:
             raise ValueError(f"state: expected pages of B, H, G, K, V = {got}, got {expected}")
         if (gate.log_decay is None) != (pool.decay is None):

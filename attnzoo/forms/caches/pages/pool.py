@@ -14,7 +14,7 @@ from attnzoo.algebra.pruning import QueryBounds, evictable
 from attnzoo.algebra.sums import running_sum
 from attnzoo.forms.caches.pages.attention import append_and_attend, attend_rows, first_visible
 from attnzoo.forms.caches.pages.page_table import PAGE as PAGE
-from attnzoo.forms.caches.pages.page_table import Pages
+from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 
@@ -49,10 +49,10 @@ class KeyPool(Pages):
             state: a :class:`~attnzoo.KVCache` or a cache in pages, of one sequence that has a token.
         """
         one = pool_of(state)
-        (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
+        sizes, each = one.sizes._replace(B=B), 1 if state.evict is not None else -(-tokens // PAGE)
         return cls.empty(
-            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
-            pages=B * G * (1 if state.evict is not None else -(-tokens // PAGE)), tokens=tokens,
+            sizes, dtype=one.v.dtype, device=device, decays=one.decay is not None, pages=B * sizes.G * each,
+            tokens=tokens,
         )  # fmt: skip
 
     def holding(self, state: Any) -> KeyPool:
@@ -364,7 +364,7 @@ def pool_of(state: Any) -> KeyPool:
         return cast(KeyPool, state.keys())
     (S, G, K), gates = state.k.shape[1:], state.log_decay
     pool = KeyPool.empty(
-        1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
+        PoolSizes(1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3]), dtype=state.v.dtype,
         device=state.v.device, decays=gates is not None, pages=G * -(-S // PAGE), tokens=S,
     )  # fmt: skip
     pool.append(state.k, expand_heads(state.v, G), gates)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.forms.caches.pages.page_table import CHUNK
+from attnzoo.forms.caches.pages.page_table import CHUNK, PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool, longest, pool_of
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, path_tokens, step_pool
 from attnzoo.forms.options import SoftmaxOptions
@@ -44,15 +44,24 @@ class GroupedPool(KeyPool):
 
     @classmethod
     def empty(
-        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
-        decays: bool = True, pages: int = 0, tokens: int = 0, group: int = GROUP, **more: Any,
+        cls, sizes: PoolSizes, *, dtype: torch.dtype, device: torch.device | str = "cpu", decays: bool = True,
+        pages: int = 0, tokens: int = 0, group: int = GROUP, **more: Any,
     ) -> Self:  # fmt: skip
-        """A pool of B empty sequences of up to ``tokens`` tokens, ``group`` pages a group; see :meth:`Pages.empty`."""
+        """A pool of empty sequences of up to ``tokens`` tokens, ``group`` pages a group; see :meth:`Pages.empty`."""
+        B, G, _, K, _ = sizes
         groups = -(-max(CHUNK, -(-tokens // PAGE)) // group)
         return super().empty(
-            B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens,
+            sizes, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens,
             **_opened(B, G, K, device, group), factors=torch.zeros(B, G, groups, K, K, device=device), **more,
         )  # fmt: skip
+
+    def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
+        """Nothing: only the kernels of :meth:`step` add tokens to groups of pages.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("add: expected a pool whose pages stand alone, got groups of pages")
 
     def holding(self, state: Any) -> GroupedPool:
         keys, group = None if state.in_pages else state.k[0], self.open_keys.shape[2] // PAGE

@@ -23,7 +23,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
-from attnzoo.forms.caches.pages.page_table import Pages
+from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, in_front, longest
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
@@ -57,15 +57,16 @@ class CarriedPool(KeyPool):
 
     @classmethod
     def of(
-        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, values: torch.dtype,
-        device: torch.device | str, decays: bool, pages: int = 0, tokens: int = 0, factors: int | None = None,
+        cls, sizes: PoolSizes, *, dtype: torch.dtype, values: torch.dtype, device: torch.device | str, decays: bool,
+        pages: int = 0, tokens: int = 0, factors: int | None = None,
     ) -> Self:  # fmt: skip
-        """A pool of B empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
+        """A pool of empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
+        B, G, _, K, _ = sizes
         near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
         w = near.new_zeros(B, G, 2 * PAGE, *(() if factors is None else (factors,)), K)
         factor = torch.zeros(pages, K, K, dtype=dtype, device=device)
         pool = cls.empty(
-            B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
+            sizes, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
             near_k=near, near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
         )  # fmt: skip
         pool.v = pool.v.to(values)
@@ -79,10 +80,10 @@ class CarriedPool(KeyPool):
     @classmethod
     def _shaped(cls, pool: CarriedPool, B: int, tokens: int, device: torch.device | str) -> Self:
         """A pool of B empty sequences with heads and channels as in ``pool``."""
-        (G, K), R = (pool.table.shape[1], pool.k.shape[2]), 1 if pool.decay is None else pool.decay.shape[2]
+        sizes = pool.sizes._replace(B=B)
         return cls.of(
-            B, G, R, K, pool.v.shape[2], dtype=pool.k.dtype, values=pool.v.dtype, device=device,
-            decays=pool.decay is not None, pages=B * G, tokens=tokens, factors=pool.factors,
+            sizes, dtype=pool.k.dtype, values=pool.v.dtype, device=device, decays=pool.decay is not None,
+            pages=B * sizes.G, tokens=tokens, factors=pool.factors,
         )  # fmt: skip
 
     def holding(self, state: Any) -> CarriedPool:
