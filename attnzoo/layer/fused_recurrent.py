@@ -12,7 +12,7 @@ from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.caches.inplace import MatrixMemory
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.kernels.linear import Convolution, Decay, linear_step, triton_unavailable
+from attnzoo.kernels.linear import Convolution, Decay, RecurrentParts, linear_step, triton_unavailable
 from attnzoo.layer.gates import GATES, Combined
 from attnzoo.layer.gates.base import GateProjection
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
@@ -79,13 +79,14 @@ def _attend(
     norm = {"none": None, "l2": UNIT_EPS}.get(config.qk_norm)
     weight = None if layer.output_norm is None else layer.output_norm.weight
     finish = Finish(weight, config.output_norm_eps, config.output_norm == "group", out, config.output_gate == "swish")
-    return linear_step(
-        *rows, state=memory.matrix, active=memory.rows.active, conv=_convolutions(layer, cache),
+    parts = RecurrentParts(
+        conv=_convolutions(layer, cache),
         maps=(config.feature_map, config.key_feature_map or config.feature_map),
         norm=norm if layer.q_norm is None else Norm(layer.q_norm.weight, layer.k_norm.weight, config.qk_norm_eps),
         skip=layer.skip, gate_first=config.gate_before_norm, groups=config.output_norm_groups, scale=layer.scale,
         finish=finish, **gates,
     )  # fmt: skip
+    return linear_step(*rows, state=memory.matrix, active=memory.rows.active, parts=parts)
 
 
 def _convolutions(layer: Any, cache: FixedCache) -> tuple[Convolution, Convolution, Convolution] | None:

@@ -1,7 +1,9 @@
 """Linear recurrences over few tokens: one fused kernel for any gate, which is what generating needs."""
 
 from .api import MOST_TOKENS, linear_steps, triton_unavailable
-from .parts import Convolution, Decay
+from .parts import Convolution, Decay, RecurrentParts
 from .step import linear_step
 
-__all__ = ["MOST_TOKENS", "Convolution", "Decay", "linear_step", "linear_steps", "triton_unavailable"]
+__all__ = [
+    "MOST_TOKENS", "Convolution", "Decay", "RecurrentParts", "linear_step", "linear_steps", "triton_unavailable",
+]  # fmt: skip

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.kernels.common.parts import Finish, Norm
+
 MAPS = ("identity", "silu", "relu", "elu")  # feature maps of queries and keys; elu is elu + 1
 
 
@@ -41,3 +43,37 @@ class Decay(NamedTuple):
     log_a: Tensor | None = None
     factor: float = 1.0
     opposite: bool = False
+
+
+class RecurrentParts(NamedTuple):
+    """What a whole step does to its token and its output, and how its state changes.
+
+    Args:
+        conv: of q, k and v, all of one size and kind; None for none.
+        maps: feature maps of q and of k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
+        norm: of q and k, or what is added to the squares where they become unit vectors; None for none.
+        decay: log decay of each head, [H], or what it is made of; None where nothing decays.
+        writes: v is multiplied by ``softplus(logits + bias)`` of the decay, which is ``opposite``.
+        diag: the same per channel, [B, 1, H K].
+        beta: logits of the delta rule's strength, [B, 1, G]: with ``b = beta_factor sigmoid(beta)``,
+            ``I - b k k^T`` is part of A and v is multiplied by b.
+        skip: [H], how much of v is added to the output.
+        finish: the norm and the gate of the output; the gate is [B, 1, H V].
+        gate_first: the gate comes before the norm.
+        groups: that the norm has in all, of several heads each; None for one of each head.
+        scale: of q; default K ** -0.5.
+    """
+
+    conv: tuple[Convolution, Convolution, Convolution] | None = None
+    maps: tuple[str, str] = ("identity", "identity")
+    norm: Norm | float | None = None
+    decay: Tensor | Decay | None = None
+    writes: bool = False
+    diag: Decay | None = None
+    beta: Tensor | None = None
+    beta_factor: float = 1.0
+    skip: Tensor | None = None
+    finish: Finish = Finish()
+    gate_first: bool = False
+    groups: int | None = None
+    scale: float | None = None

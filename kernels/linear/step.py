@@ -8,9 +8,11 @@ from torch import Tensor
 from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.errors import unknown
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.parts import Norm
 from attnzoo.kernels.linear.api import triton_unavailable
-from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay
+from attnzoo.kernels.linear.parts import MAPS, Decay, RecurrentParts
+
+NO_PARTS = RecurrentParts()
 
 
 @torch.no_grad()
@@ -21,19 +23,7 @@ def linear_step(
     *,
     state: Tensor,
     active: Tensor,
-    conv: tuple[Convolution, Convolution, Convolution] | None = None,
-    maps: tuple[str, str] = ("identity", "identity"),
-    norm: Norm | float | None = None,
-    decay: Tensor | Decay | None = None,
-    writes: bool = False,
-    diag: Decay | None = None,
-    beta: Tensor | None = None,
-    beta_factor: float = 1.0,
-    skip: Tensor | None = None,
-    finish: Finish | None = None,
-    gate_first: bool = False,
-    groups: int | None = None,
-    scale: float | None = None,
+    parts: RecurrentParts = NO_PARTS,
 ) -> Tensor:
     """``S <- S A + v k^T`` with one new token of each sequence, in place, and what comes before and after it.
 
@@ -46,19 +36,7 @@ def linear_step(
             numbers divide H.
         state: [B, H, K, V] float32, contiguous.
         active: [B] int32, 0 for sequences that get no token: nothing of them changes, and their output is 0.
-        conv: of q, k and v, all of one size and kind; None for none.
-        maps: feature maps of q and of k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
-        norm: of q and k, or what is added to the squares where they become unit vectors; None for none.
-        decay: log decay of each head, [H], or what it is made of; None where nothing decays.
-        writes: v is multiplied by ``softplus(logits + bias)`` of the decay, which is ``opposite``.
-        diag: the same per channel, [B, 1, H K].
-        beta: logits of the delta rule's strength, [B, 1, G]: with ``b = beta_factor sigmoid(beta)``,
-            ``I - b k k^T`` is part of A and v is multiplied by b.
-        skip: [H], how much of v is added to the output.
-        finish: the norm and the gate of the output; its gate is [B, 1, H V].
-        gate_first: the gate comes before the norm.
-        groups: that the norm has in all, of several heads each; None for one of each head.
-        scale: of q; default K ** -0.5.
+        parts: what is done to the token and its output, and how the state changes.
 
     Returns:
         [B, 1, H, V] in the dtype of v.
@@ -67,6 +45,7 @@ def linear_step(
         ValueError: a shape, a dtype, a device or an option is wrong, or no kernel can run here.
         TypeError: something that is no tensor, or no part.
     """
+    conv, maps, norm, decay, writes, diag, beta, _, skip, finish, gate_first, groups, scale = parts
     rows = {"q": q, "k": k, "v": v, "state": state}
     check_tensors({**rows, "active": active, "beta": beta, "skip": skip}, needed=(*rows, "active"))
     for name, x in rows.items():
@@ -95,7 +74,6 @@ def linear_step(
     if groups is not None and (groups < 1 or H % groups):
         raise ValueError(f"groups: expected a divisor of H={H}, or None, got {groups}")
     check_scale(scale)
-    finish = finish or Finish()
     side = {"q": (q, HQ * K), "k": (k, HK * K), "v": (v, G * V)}
     size = 0 if conv is None else conv[0].weight.shape[-1]
     wanted: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]] = {
@@ -133,10 +111,7 @@ def linear_step(
         raise ValueError(f"q, v: {why}")
     from .whole import whole_step
 
-    return whole_step(
-        q, k, v, state, active, conv or (), maps, norm, decay, writes, diag, beta, beta_factor, skip, finish,
-        gate_first, groups, K**-0.5 if scale is None else float(scale),
-    )  # fmt: skip
+    return whole_step(q, k, v, state, active, parts)
 
 
 def _shape(scale: Tensor | None, heads: int, dim: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from attnzoo.kernels.common.activations import finished, log_sigmoid
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import cdiv, power_of_2
-from attnzoo.kernels.common.parts import Finish, Norm
-from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay
+from attnzoo.kernels.common.parts import Norm
+from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay, RecurrentParts
 
 TILE = 4096  # entries of the state in one program, where it need not hold all columns of a head
 MOST = 8192  # of one that holds them all
@@ -185,13 +185,10 @@ def linear_finish_kernel(
         _move(p_v + i_b * stride_v, p_v_before + i_b * (SIZE - 1) * VX, o_x, o_x < VX, VX, SIZE)
 
 
-def whole_step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, active: Tensor, convs: tuple[Convolution, ...],
-    maps: tuple[str, str], norm: Norm | float | None, decay: Tensor | Decay | None, writes: bool, diag: Decay | None,
-    beta: Tensor | None, beta_factor: float, skip: Tensor | None, finish: Finish, gate_first: bool,
-    groups: int | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """Launch the kernels; what ``step.linear_step`` takes, checked."""
+def whole_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, active: Tensor, parts: RecurrentParts) -> Tensor:
+    """Launch the kernels on what ``step.linear_step`` takes, checked."""
+    conv, maps, norm, decay, writes, diag, beta, beta_factor, skip, finish, gate_first, groups, scale = parts
+    convs: tuple[Convolution, ...] = tuple(conv or ())
     (B, _, HQ, K), HK, (HV, V), H = q.shape, k.shape[2], v.shape[2:], state.shape[1]
     bias = [conv.bias for conv in convs] if convs else [None] * 3
     before, weights = [conv.before for conv in convs] or [q, k, v], [conv.weight for conv in convs] or [q, k, v]
@@ -231,7 +228,7 @@ def whole_step(
             p_diag_a=o if channels.log_a is None else channels.log_a,
             p_beta=o if beta is None else beta, p_skip=o if skip is None else skip,
             stride_decay=softened.logits.stride(0), stride_diag=channels.logits.stride(0),
-            stride_beta=0 if beta is None else beta.stride(0), scale=scale, norm_eps=norm_eps,
+            stride_beta=0 if beta is None else beta.stride(0), scale=K**-0.5 if scale is None else float(scale), norm_eps=norm_eps,
             decay_factor=softened.factor, diag_factor=channels.factor, beta_factor=beta_factor, eps=finish.eps,
             H=H, HQ=HQ, HK=HK, HV=HV, K=K, BK=BK, BV=BV, CONV_BIAS=conv_bias, SILU=silu, MOVES=moves,
             Q_MAP=MAPS.index(maps[0]), K_MAP=MAPS.index(maps[1]), NORM=norm_kind, NORM_SHARED=q_scale.ndim == 1,

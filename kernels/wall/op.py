@@ -124,7 +124,8 @@ def _backward(x: WallBackward) -> WallGradients:
             if dq is not None and dk is not None:
                 p_da = None if dlog_diag is None else group.queries(dlog_diag)
                 p_start = group.rows(rows.first_computed)
-                carry_backward(*p_x, block.m, d_block, d_levels, group.queries(dq), group.keys(dk), p_da, p_start)
+                out = group.queries(dq), group.keys(dk), p_da
+                carry_backward(*p_x, block.m, d_block, d_levels, out, p_start)
 
         for group in head_groups(q, k, backward=True, one_pass=chosen.one_pass):
             differentiate(group)

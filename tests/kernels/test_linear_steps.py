@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get, list_variants, oracle
 from attnzoo.forms.protocol import Call
-from attnzoo.kernels.linear import MOST_TOKENS, linear_step, linear_steps
+from attnzoo.kernels.linear import MOST_TOKENS, RecurrentParts, linear_step, linear_steps
 from attnzoo.samples import random_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,8 +207,10 @@ def test_what_it_does_not_serve_is_said() -> None:
 def test_what_a_whole_step_cannot_take_is_named(given: dict[str, Any], error: type[Exception], said: str) -> None:
     x, state = torch.randn(2, 1, 2, 8, device=DEVICE), torch.zeros(2, 2, 8, 8, device=DEVICE)
     usual = {"state": state, "active": torch.ones(2, dtype=torch.int32, device=DEVICE)}
+    usual |= {name: y for name, y in given.items() if name in usual}
+    parts = RecurrentParts(**{name: part for name, part in given.items() if name not in usual})
     with pytest.raises(error, match=said):
-        linear_step(x, x, x, **{**usual, **given})
+        linear_step(x, x, x, **usual, parts=parts)
 
 
 def test_a_state_is_not_written_to_by_mistake() -> None:

@@ -188,19 +188,19 @@ def wall_gates_bwd_kernel(p_part, p_da, T, B, n_levels, stride_zb, stride_zt, st
 
 
 def carry_backward(
-    q: Tensor, k: Tensor, log_diag: Tensor, sums: Tensor, d_block: Leaves, d_levels: Levels, dq: Tensor, dk: Tensor,
-    da: Tensor | None, start: Tensor | None,
+    q: Tensor, k: Tensor, log_diag: Tensor, sums: Tensor, d_block: Leaves, d_levels: Levels,
+    out: tuple[Tensor, Tensor, Tensor | None], start: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill dq, dk and da, views with contiguous last dims, from the gradients of what ``carry`` made.
+    """Fill the gradients of q, k and log_diag from those of what ``carry`` made.
 
     Args:
         sums: m of the block, as ``carry`` left it.
         d_block: its diag is not read above the diagonal; of its q and k the rows of odd and of even blocks are read.
-        da: [B, T, H, K] float32, or None where the gates' gradient is not wanted.
+        out: gradients to fill, views with contiguous last dims; that of log_diag is float32, None where not wanted.
         start: [B, H, units] int32, first key of each 128 rows, where there is pruning: what it leaves out of
             ``d_levels`` is not read.
     """
-    (B, T, H, K), G = q.shape, k.shape[2]
+    (B, T, H, K), G, (dq, dk, da) = q.shape, k.shape[2], out
     n_c, n, BK = cdiv(T, BLOCK), level_count(T), tree_block(K)
     part = sums if da is None else sums.new_empty((n, B, n_c, H, K))
     z = sums if da is None else da
