@@ -142,21 +142,21 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
     return picked
 
 
-def share_kept(since: Tensor | None, start: Tensor | None, q: Tensor, S: int) -> Tensor:
-    """Share of the causal blocks that lie right of ``since`` (first visible keys) and ``start``, [B, H].
+def share_kept(first_visible: Tensor | None, first_computed: Tensor | None, q: Tensor, S: int) -> Tensor:
+    """Share of the causal blocks that lie right of the first visible and the first computed keys, [B, H].
 
     Args:
-        since: [B, H, S], start: [B, H, ceil(T / ROW_UNIT)]; None for 0.
+        first_visible: [B, H, S], first_computed: [B, H, ceil(T / ROW_UNIT)]; None for 0.
         q: [B, T, H, K], the last T of S positions.
     """
     B, T, H, _ = q.shape
     first = torch.arange(0, T, ROW_UNIT, device=q.device) + (S - T)
     stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
     begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
-    if since is not None:
-        begin = begin.maximum(since[..., first].long() // KEY_UNIT)
-    if start is not None:
-        begin = begin.maximum(start.long() // KEY_UNIT)
+    if first_visible is not None:
+        begin = begin.maximum(first_visible[..., first].long() // KEY_UNIT)
+    if first_computed is not None:
+        begin = begin.maximum(first_computed.long() // KEY_UNIT)
     return (stop - begin).sum(-1).float() / stop.sum()
 
 

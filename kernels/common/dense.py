@@ -55,12 +55,12 @@ def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None,
     """First visible key of each position: [B, H, S]; a window counts the keys that exist."""
     S = closed.shape[-1]
     pos = torch.arange(S, device=closed.device)
-    since = torch.where(closed, pos, 0).cummax(-1).values
+    first = torch.where(closed, pos, 0).cummax(-1).values
     if window is not None:
-        since = torch.maximum(since, pos - window + 1 if valid is None else window_starts(valid, window)[:, None])
+        first = torch.maximum(first, pos - window + 1 if valid is None else window_starts(valid, window)[:, None])
     if cu_seqlens is not None:
-        since = torch.maximum(since, segment_starts(cu_seqlens, S))
-    return since
+        first = torch.maximum(first, segment_starts(cu_seqlens, S))
+    return first
 
 
 def summed_gates(
@@ -89,7 +89,7 @@ def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[
 
 
 def starts_by_scores(
-    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float,
+    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, first: Tensor, scale: float,
     prune: Prune, logit_bound: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
@@ -99,14 +99,14 @@ def starts_by_scores(
 
     Args:
         scores: of float64 q and k, [B, H, T, T].
-        q: [B, T, H, K]; k: [B, T, G, K]; c, since: [B, H, T] running gate sums, first visible keys.
+        q: [B, T, H, K]; k: [B, T, G, K]; c, first: [B, H, T] running gate sums, first visible keys.
     """
     T, rep = q.shape[1], q.shape[2] // k.shape[2]
     q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
     if prune.bound == "tail":
         pos = torch.arange(T, device=q.device)
         near = (pos // KEY_UNIT - 1) * KEY_UNIT
-        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
+        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= first[..., None])
         logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
         lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
     longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
@@ -135,12 +135,12 @@ def attention_by_scores(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, since = summed_gates(log_decay, q, T, window, cu_seqlens)
+    c, first = summed_gates(log_decay, q, T, window, cu_seqlens)
     pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
+    visible = (pos <= pos[:, None]) & (pos >= first[..., None])  # [B, H, T, T]
     if prune is not None:
         exact = [x.detach().double() for x in gates]
-        start = starts_by_scores(lambda q, k: scores(q, k, *exact), q, k, c, since, scale, prune, logit_bound)
+        start = starts_by_scores(lambda q, k: scores(q, k, *exact), q, k, c, first, scale, prune, logit_bound)
         visible = visible & (pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = (scores(q, k, *gates, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)

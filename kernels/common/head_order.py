@@ -31,20 +31,20 @@ def head_order_kernel(p_start, p_order, N, L, BN: tl.constexpr, BL: tl.constexpr
     tl.store(p_order + tl.sum(m_before.to(tl.int32), 1), o_n, mask=m_n)
 
 
-def head_order(start: Tensor | None, G: int) -> Tensor | None:
+def head_order(first_computed: Tensor | None, G: int) -> Tensor | None:
     """Key heads of all sequences, those whose rows begin earliest first; None where all are alike or there are many.
 
     Args:
-        start: [B, H, ceil(T / ROW_UNIT)] first keys, or None.
+        first_computed: [B, H, ceil(T / ROW_UNIT)] first keys, or None.
         G: key heads.
 
     Returns:
         [B * G] int32, a permutation.
     """
-    if start is None or start.shape[0] * G > MOST_HEADS:
+    if first_computed is None or first_computed.shape[0] * G > MOST_HEADS:
         return None
-    N = start.shape[0] * G
-    order = torch.empty((N,), dtype=torch.int32, device=start.device)
-    L, BN = start.numel() // N, max(16, power_of_2(N))
-    head_order_kernel[(1,)](start, order, N, L, BN=BN, BL=2048 // BN, num_warps=8)
+    N = first_computed.shape[0] * G
+    order = torch.empty((N,), dtype=torch.int32, device=first_computed.device)
+    L, BN = first_computed.numel() // N, max(16, power_of_2(N))
+    head_order_kernel[(1,)](first_computed, order, N, L, BN=BN, BL=2048 // BN, num_warps=8)
     return order

@@ -77,15 +77,15 @@ class KeyBounds(NamedTuple):
     cut: Tensor
 
 
-def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> KeyBounds:
-    """For the backward pass, from the first keys of rows (``since``) and of units of rows (``start``)."""
-    some = since if since is not None else start
+def key_bounds(visible: Tensor | None, computed: Tensor | None, B: int, T: int, H: int, S: int) -> KeyBounds:
+    """For the backward pass, from the first visible keys of rows and the first computed ones of units of rows."""
+    some = visible if visible is not None else computed
     assert some is not None
     n_u = cdiv(S, KEY_UNIT)
     bounds = KeyBounds(*torch.empty((4, B, H, n_u), dtype=torch.int32, device=some.device))
     key_bounds_kernel[(B * H, cdiv(n_u, 128))](
-        some if since is None else since, some if start is None else start, *bounds, T, S, T.bit_length() + 1,
-        *row_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
-        HAS_START=start is not None,
+        some if visible is None else visible, some if computed is None else computed, *bounds, T, S,
+        T.bit_length() + 1, *row_strides(visible), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128,
+        HAS_SINCE=visible is not None, HAS_START=computed is not None,
     )  # fmt: skip
     return bounds
