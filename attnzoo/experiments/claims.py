@@ -22,6 +22,8 @@ from attnzoo.experiments.statistics import (
     LEVEL,
     Array,
     correlation,
+    correlation_seen,
+    difference_seen,
     drawn_anew,
     mean_error,
     smallest_p,
@@ -262,6 +264,25 @@ class Correlated:
         )
         low, high = drawn_anew(one, other)
         return f" (95% {low:.2f} to {high:.2f})"
+
+
+def power(claim: Claim, seeds: int) -> list[str]:
+    """What so many seeds see of a claim, by simulation, in words: a line for each kind of test."""
+    if isinstance(claim, All):
+        return list(dict.fromkeys(line for each in claim.claims for line in power(each, seeds)))
+    if isinstance(claim, Correlated):
+        parts = claim.parts or tuple((str(n),) for n in range(len(claim.pairs)))
+        shares = " and ".join(f"{true:g} in {100 * correlation_seen(parts, true):.0f}" for true in (0.8, 0.9))
+        count = len({part for each in parts for part in each})
+        return [f"of gains of {count} parts, a true correlation of {shares} of 100 experiments"]
+    if not isinstance(claim, Below | AtMost | AtLeast):
+        return []
+    alone = not isinstance(claim, Below) or claim.paired or claim.lower.arm == claim.higher.arm
+    paired = isinstance(claim, Below) and alone
+    kind = "of numbers of the same seed" if paired else "from a limit" if alone else "of two models"
+    return [
+        f"in four of five experiments a difference {kind} of {difference_seen(seeds, alone):.1f} standard deviations"
+    ]
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:

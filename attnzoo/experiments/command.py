@@ -35,6 +35,7 @@ def show(name: str) -> None:
 
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT.
     """
+    from attnzoo.experiments.claims import power
     from attnzoo.experiments.experiment import cost_of, find, layers_of, meanings_of
 
     found = find(name)
@@ -51,6 +52,9 @@ def show(name: str) -> None:
     for each in found.expectations:
         only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
         click.echo(textwrap.fill(f"- {each.text}{only} [{each.source}]", 100, subsequent_indent="  "))
+    click.echo(f"what {found.seeds} seeds see, by simulation:")
+    for line in dict.fromkeys(line for each in found.expectations for line in power(each.claim, found.seeds)):
+        click.echo(textwrap.fill(f"- {line}", 100, subsequent_indent="  "))
     for result in found.measured:
         tried = f"; {result.tried}" if result.tried else ""
         click.echo(f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}{tried}")

@@ -26,6 +26,7 @@ QUESTIONS = {
     "State tracking": ("parity", "s3", "a5", "flip_flop"),
     "Recall": ("recall", "forgetting_recall", "induction", "needle"),
     "Length": ("length",),
+    "The tables of FoX's papers": ("fox_components", "fox_gates", "acp_throughput"),
     "Learnt forgetting": ("learned_forgetting", "needle_memory", "forgetting_text", "forgetting_ablations"),
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}

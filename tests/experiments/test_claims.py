@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Correlated, Value, in_order
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Correlated, Value, in_order, power
 from attnzoo.experiments.statistics import tail
 
 A, B = Value("a", "p"), Value("b", "p")
@@ -145,3 +145,18 @@ def test_correlation_that_can_never_be_seen_is_refused(parts):
         Correlated(("x0", "y0"), (("x1", "y1"), ("x2", "y2"), ("x3", "y3")), "p", parts)
     with pytest.raises(ValueError, match="parts: expected those of 4 pairs, got those of 1"):
         Correlated(("x0", "y0"), tuple((f"x{n}", f"y{n}") for n in range(4)), "p", (("a",),))
+
+
+def test_what_so_many_seeds_can_see_is_said_of_each_kind_of_claim():
+    limit, welch, paired = AtMost(A, 0.1), Below(A, B), Below(A, B, paired=True)
+    said = [power(claim, 3) for claim in (limit, welch, paired)]
+    sizes = [float(lines[0].split(" of ")[-1].split()[0]) for lines in said]
+    assert sizes[0] == sizes[2] < sizes[1]
+    for words, lines in zip(("a limit", "two models", "the same seed"), said, strict=True):
+        assert words in lines[0]
+    assert power(All((welch, Below(B, A), limit)), 3) == [*said[1], *said[0]]
+    assert float(power(welch, 5)[0].split(" of ")[-1].split()[0]) < sizes[1]
+    pairs = tuple((f"x{n}", f"y{n}") for n in range(1, 5))
+    assert power(Correlated(("x0", "y0"), pairs, "p"), 3)[0].startswith(
+        "of gains of 4 parts, a true correlation of 0.8 in"
+    )

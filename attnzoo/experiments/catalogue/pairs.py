@@ -53,6 +53,16 @@ def pairs(name_of: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name_of(linear), name_of(softmax)) for linear, softmax, _ in PAIRS)
 
 
+PACKAGES = ("data.source=tokens/packages", "data.context_length=4096")
+CPU = Size(
+    settings=(
+        "steps=300", "batch_size=8", "data.source=stdlib", "data.context_length=128", "log_every=50",
+        "model={hidden_size: 32, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
+        "eval_tokens=16384",
+    ),
+    lrs=(6e-3,), tokens=32768,
+)  # fmt: skip
+
 EXPERIMENT = Experiment(
     title="Every pair, on real text",
     question=(
@@ -67,21 +77,14 @@ EXPERIMENT = Experiment(
         *(Arm(name, name, {"rotary": None} if name == "retnet" else {}) for pair in PAIRS for name in pair[:2]),
         *(Arm(begun_open(name), name, options) for name, options in ANEW.items()),
     ),
-    settings=("data.source=tokens/packages", "data.context_length=4096"),
+    settings=PACKAGES,
     options={"block": "pro"},
     sizes={
         "gpu": size(256, 4, 950, 2e-3, 5e-3, 1e-2, tries=120),
         "gpu-10m": size(384, 6, 3240, 2e-3),
         "gpu-25m": size(512, 8, 7500, 1e-3),
         "gpu-rehearsal": size(256, 4, 20, 5e-3),
-        "cpu": Size(
-            settings=(
-                "steps=300", "batch_size=8", "data.source=stdlib", "data.context_length=128", "log_every=50",
-                "model={hidden_size: 32, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
-                "eval_tokens=16384",
-            ),
-            lrs=(6e-3,), tokens=32768,
-        ),
+        "cpu": CPU,
     },
     probes=(
         Loss(), LossByStretch(), LossByPlace(factor=8, bands=2), ReadAgain(lengths=(1.0, 8.0)),

@@ -1,0 +1,50 @@
+"""Forget gates that depend on the data, that are learnt without it, and that are fixed: Figure 7 of FoX's paper."""
+
+from attnzoo.experiments.catalogue.pairs import CPU, PACKAGES, size
+from attnzoo.experiments.claims import All, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment
+from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
+
+PAPER = "Lin et al., Forgetting Transformer (2025)"
+BLOCKS = {"Pro": "pro", "LLaMA": "llama"}
+LONGEST = (64, 512, 4096, 32768)  # T_max, the tokens after which the slowest head has forgotten all but 1/e
+
+
+def name_of(gate: str, block: str, longest: int) -> str:
+    return f"{gate} to {longest} ({block})"
+
+
+def best_of_none(gate: str, block: str) -> All:
+    """The gate that depends on the data is below every other of a block."""
+    lowest = Value(f"data-dependent ({block})", "loss")
+    return All(tuple(Below(lowest, Value(name_of(gate, block, T), "loss")) for T in LONGEST))
+
+
+EXPERIMENT = Experiment(
+    title="Must a forget gate depend on the data?",
+    question=(
+        "Figure 7 of FoX's paper: a forget gate that depends on the data beside one per head that is learnt but the "
+        "same for all tokens, and one that is fixed, which is ALiBi; their decay lengths begin between 2 tokens and "
+        "T_max, which is varied. In the LLaMA block and in the Pro block, on the text and at the sizes of `pairs`."
+    ),
+    arms=tuple(
+        arm for name, block in BLOCKS.items() for arm in (
+            Arm(f"data-dependent ({name})", "fox", {"block": block}),
+            *(Arm(name_of(gate, name, T), "fox", {"block": block, "gate": gate, "t_min": 2.0, "t_max": float(T)})
+              for gate in ("independent", "fixed") for T in LONGEST),
+        )
+    ),
+    settings=PACKAGES,
+    sizes={
+        "cpu": CPU,
+        "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240),
+        "gpu-10m": size(384, 6, 3240, 2e-3),
+        "gpu-25m": size(512, 8, 7500, 1e-3),
+    },
+    probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
+    expectations=tuple(
+        Expectation(f"A gate that depends on the data is better than {what}, whatever T_max, in the {block} block.",
+                    f"{PAPER}, Figure 7", best_of_none(gate, block))
+        for block in BLOCKS for gate, what in (("independent", "one that does not"), ("fixed", "a fixed one"))
+    ),
+)  # fmt: skip
