@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from attnzoo.algebra.gate import PARTS, groups
 from attnzoo.errors import UnavailableError, unknown
@@ -123,6 +123,8 @@ class Variant:
             name raises a KeyError that is a ValueError, too, and says which there are.
         extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
         module: the module that holds all of this.
+        form_set: the object behind it all, whose :meth:`~attnzoo.forms.protocol.Forms.whole` checks no inputs.
+        own: whether its forms and their transition are this package's: those take the inputs of a layer unchecked.
     """
 
     name: str
@@ -134,6 +136,8 @@ class Variant:
     forms: Mapping[str, Callable[..., Any]] = field(repr=False)
     extend: Callable[..., Any] = field(repr=False)
     module: ModuleType = field(repr=False)
+    form_set: FormSet = field(repr=False)
+    own: bool = field(repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return get, (self.name,)  # copies and pickles of a layer hold the name, not the module
@@ -156,19 +160,6 @@ class Variant:
     def refuses(self, form: str, call: Call) -> str:
         """Why a form cannot serve a call, or ""."""
         return self.form_set.refuses(form, call)
-
-    @property
-    def form_set(self) -> FormSet:
-        """The object behind it all, whose functions do not check their inputs."""
-        return cast(FormSet, self.module.FORMS)
-
-    @property  # cached ones cannot be compiled before they have been read
-    def own(self) -> bool:
-        """Whether its forms and their transition are this package's: those take the inputs of a layer unchecked."""
-        transition = getattr(self.form_set, "transition", None)
-        made_of = (self.form_set, *getattr(transition, "factors", (transition,)))
-        ours = all(type(one).__module__.startswith("attnzoo.") for one in made_of)
-        return ours and isinstance(self.form_set, Forms)
 
     @property
     def note(self) -> str:
@@ -328,7 +319,16 @@ def _get(name: str) -> Variant:
         forms=MappingProxyType(CheckedForms(name, pair.requires, forms)),
         extend=checked_extend(name, pair.requires, side, forms),
         module=module,
+        form_set=forms,
+        own=_is_own(forms),
     )
+
+
+def _is_own(forms: FormSet) -> bool:
+    transition = getattr(forms, "transition", None)
+    made_of = (forms, *getattr(transition, "factors", (transition,)))
+    ours = all(type(one).__module__.startswith("attnzoo.") for one in made_of if one is not None)
+    return ours and isinstance(forms, Forms)
 
 
 def _module(pair: Pair, side: Side) -> ModuleType:

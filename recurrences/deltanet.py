@@ -16,7 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
-from attnzoo.algebra.triangular import in_order, rank_one_block
+from attnzoo.algebra.triangular import RankOne, in_order, rank_one_block
 from attnzoo.forms.backends.fla import FLA_DELTA_RULE
 from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
@@ -48,6 +48,10 @@ class Householder(Transition):
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         return self.block_after(Identity(), q, k, gate)
+
+    def scores(self, q: Tensor, k: Tensor, gate: HeadGate) -> Tensor:
+        factors = in_order(cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.factors is not None)
+        return RankOne(Identity(), q, k, *factors, gate).scores()
 
     def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         factors = in_order(cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.factors is not None)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
+from attnzoo.algebra.gate import CLOSED, PARTS, Gate, GateParts, is_closed
 from attnzoo.algebra.sums import power_of_2, running_sum
 from attnzoo.algebra.values import readable
 
@@ -151,6 +151,10 @@ class Transition:
         factors = self.apply(gate, eye.expand(*(gate.tokens() or q.shape[:-1]), K, P))
         return join_tokens(q, k, factors.unflatten(-2, (K // P, P)))
 
+    def scores(self, q: Tensor, k: Tensor, gate: HeadGate) -> Tensor:
+        """``scores`` of :meth:`block` alone: all that is needed where nothing stands before or after the block."""
+        return self.block(q, k, gate).scores
+
     def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
         """The closed forms of one block for several sets of queries and of keys, each ``[..., C, K]``."""
         stacked = self.block(torch.stack(list(queries))[:, None], torch.stack(list(keys))[None], gate)
@@ -182,6 +186,9 @@ class Identity(Transition):
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         return ClosedForm(scores=q @ k.mT, q=q, k=k, total=None)
+
+    def scores(self, q: Tensor, k: Tensor, gate: HeadGate) -> Tensor:
+        return q @ k.mT
 
     def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
         return ClosedForms([[q @ k.mT for k in keys] for q in queries], queries, keys, None)
@@ -301,9 +308,9 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
 
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
-    closed = is_closed(g)
-    if readable(g) and not closed.any():
+    if readable(g) and g.numel() and g.detach().amin().item() > CLOSED:
         return running_sum(g, dim, torch.float64), None
+    closed = is_closed(g)
     return running_sum(g.masked_fill(closed, 0.0), dim, torch.float64), closed.cumsum(dim)
 
 
@@ -312,7 +319,7 @@ def block_decay(g: Tensor) -> Decay:
     sums, closed = open_sums(g)
     decay = Decay(
         entry=sums.to(g.dtype),
-        between=_differences(sums, g.dtype).tril_(-1),
+        between=_between(sums, closed, g.dtype),
         exit=(sums[..., -1:] - sums).to(g.dtype),
         total=sums[..., -1].to(g.dtype),
     )
@@ -320,10 +327,21 @@ def block_decay(g: Tensor) -> Decay:
         return decay
     return Decay(
         entry=decay.entry.masked_fill(closed > 0, -torch.inf),
-        between=decay.between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf),
+        between=decay.between,
         exit=decay.exit.masked_fill(closed != closed[..., -1:], -torch.inf),
         total=decay.total.masked_fill(closed[..., -1] > 0, -torch.inf),
     )
+
+
+def decay_between(g: Tensor) -> Tensor:
+    """``between`` of the :class:`Decay` of gates ``[..., C]`` alone, ``[..., C, C]``."""
+    sums, closed = open_sums(g)
+    return _between(sums, closed, g.dtype)
+
+
+def _between(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> Tensor:
+    between = _differences(sums, dtype).tril_(-1)
+    return between if closed is None else between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf)
 
 
 def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:

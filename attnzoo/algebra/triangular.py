@@ -21,9 +21,11 @@ class _UnitLowerInverse(torch.autograd.Function):
         size = max(BASE, power_of_2(C))
         lower = torch.nn.functional.pad(lower, (0, size - C, 0, size - C))
         blocks = lower.unflatten(-1, (-1, BASE)).unflatten(-3, (-1, BASE)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        inverse = torch.eye(BASE, dtype=lower.dtype, device=lower.device).expand(blocks.shape).contiguous()
+        rows = blocks.neg().reshape(-1, BASE, BASE).split(1, 1)
+        inverse = torch.eye(BASE, dtype=lower.dtype, device=lower.device).repeat(len(rows[0]), 1, 1)
         for i in range(1, BASE):  # forward substitution, row by row
-            inverse[..., i, :i] = -(blocks[..., i : i + 1, :i] @ inverse[..., :i, :i])[..., 0, :]
+            inverse[:, i : i + 1, :i] = rows[i][..., :i] @ inverse[:, :i, :i]
+        inverse = inverse.view(blocks.shape)
         m = BASE
         while m < size:  # [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]
             first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
@@ -70,10 +72,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return cast(Tensor, function.apply(lower))  # type: ignore[no-untyped-call]
 
 
-def rank_one_block(
-    first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
-) -> ClosedForm:
-    """The closed form of a block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``.
+class RankOne:
+    """A block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``.
 
     By the UT transform (Yang et al., 2024) of all C n factors in their order. Every plain product between a later and
     an earlier vector is taken through the A between their tokens.
@@ -84,26 +84,42 @@ def rank_one_block(
         ws: the first factor of every token, ``[..., C, K]``, the second, and so on.
         beta: of all factors in their order, ``[..., C n, 1]``.
         gate: what ``first`` reads.
-
-    Returns:
-        A closed form whose ``total`` is the transposed product of the block, ``[..., K, K]``.
     """
-    between = first.blocks((q, *ws), (k, *ws), gate)
-    (qk, *q_row), *rows = between.scores
-    (back_q, *back), (forward_k, *forward) = between.q, between.k
-    # where there are several, those of a token stand beside each other
-    qw, wk = _together([x.tril() for x in q_row], -1), _together([row[0].tril(-1) for row in rows], -2)
-    ww = _together([_together(row[1:], -1) for row in rows], -2)
-    back_w, forward_w = _together(back, -2), _together(forward, -2)
-    inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
-    from_values, from_state = inverse @ wk, inverse @ back_w
-    eye = torch.eye(q.shape[-1], dtype=back_w.dtype, device=q.device)
-    return ClosedForm(
-        scores=qk - qw @ from_values,
-        q=back_q - qw @ from_state,
-        k=forward_k - from_values.mT @ forward_w,
-        total=first.carry(between.total, eye) - forward_w.mT @ from_state,
-    )
+
+    def __init__(
+        self, first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
+    ) -> None:
+        self.first, self.between = first, first.blocks((q, *ws), (k, *ws), gate)
+        (self.qk, *q_row), *rows = self.between.scores
+        # where there are several, those of a token stand beside each other
+        self.qw = _together([x.tril() for x in q_row], -1)
+        ww = _together([_together(row[1:], -1) for row in rows], -2)
+        self.inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
+        self.from_values = self.inverse @ _together([row[0].tril(-1) for row in rows], -2)
+
+    def scores(self) -> Tensor:
+        """``scores`` of the closed form, ``[..., C, C]``."""
+        return self.qk - self.qw @ self.from_values
+
+    def block(self) -> ClosedForm:
+        """The closed form, whose ``total`` is the transposed product of the block, ``[..., K, K]``."""
+        (back_q, *back), (forward_k, *forward) = self.between.q, self.between.k
+        back_w, forward_w = _together(back, -2), _together(forward, -2)
+        from_state = self.inverse @ back_w
+        eye = torch.eye(back_w.shape[-1], dtype=back_w.dtype, device=back_w.device)
+        return ClosedForm(
+            scores=self.scores(),
+            q=back_q - self.qw @ from_state,
+            k=forward_k - self.from_values.mT @ forward_w,
+            total=self.first.carry(self.between.total, eye) - forward_w.mT @ from_state,
+        )
+
+
+def rank_one_block(
+    first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
+) -> ClosedForm:
+    """The closed form of the block that :class:`RankOne` describes."""
+    return RankOne(first, q, k, ws, beta, gate).block()
 
 
 def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
@@ -118,7 +134,7 @@ def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedFo
 
 
 def in_order(w: Tensor, beta: Tensor, several: bool) -> tuple[Sequence[Tensor], Tensor]:
-    """What :func:`rank_one_block` takes of w ``[..., C, K]`` and beta ``[..., C]``, or of ``several`` per token."""
+    """What :class:`RankOne` takes of w ``[..., C, K]`` and beta ``[..., C]``, or of ``several`` per token."""
     return (w.unbind(-2), beta.flatten(-2)[..., None]) if several else ([w], beta[..., None])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -89,8 +90,8 @@ def table(repeats: int) -> list[tuple[str, int, int, float, float]]:
     import transformers
 
     x, threads = hidden(), torch.get_num_threads()
-    layers = {"LlamaAttention": llama(), **{name: layer(name) for name in LAYERS}}
-    runs = [lambda made=made: made(x) for made in layers.values()]  # type: ignore[misc]
+    layers: dict[str, Callable[[Tensor], object]] = {"LlamaAttention": llama(), **{n: layer(n) for n in LAYERS}}
+    runs = [partial(made, x) for made in layers.values()]
     torch.set_num_threads(1)
     try:
         for run in runs:

@@ -38,7 +38,9 @@ class AdditiveForms(softmax.SoftmaxForms):
         scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
         keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
         decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
-        band = Band.of(options.window, state.valid, len(state), q.device)
+        band = None
+        if options.window is not None:
+            band = Band.of(options.window, state.valid, keys.shape[2], q.device)
         first_kept = None
         if prune is not None:
             gates, bound = cast(Tensor, decay), options.logit_bound
@@ -49,6 +51,11 @@ class AdditiveForms(softmax.SoftmaxForms):
             scaled, keys, values, decay, state.valid, first_kept, rows=softmax.ROWS, band=band, with_lse=with_lse
         )
         return o, lse, state
+
+    def _attend_whole(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._attend(q, k, v, gate, None, options)[:2]
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None,

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.algebra.transitions import (
+    ClosedForm,
+    Decay,
+    HeadGate,
+    Transition,
+    block_decay,
+    compute_dtype,
+    cut,
+    decay_between,
+    heads_first,
+)
 from attnzoo.algebra.values import readable
 from attnzoo.forms.caches.inplace import MatrixMemory, Rows
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
 from attnzoo.forms.packing import in_rows
-from attnzoo.forms.protocol import Forms
+from attnzoo.forms.protocol import REFERENCE, Forms
 
 CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches
@@ -55,7 +65,7 @@ class LinearForms(Forms):
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
-        return self._whole(q, k, v, gate, self._checked(q, k, v, gate, options))
+        return self.whole(REFERENCE, q, k, v, gate, self._checked(q, k, v, gate, options))
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> None:
         check_linear(options, q, k, gate)
@@ -66,9 +76,11 @@ class LinearForms(Forms):
         self.check(q, k, v, gate, given)
         return given
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> Tensor:
+    def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> Tensor:
+        if form in self.kernels:
+            return cast(Tensor, super().whole(form, q, k, v, gate, options))
         if options.cu_seqlens is not None and readable(options.cu_seqlens):
-            return cast(Tensor, in_rows(self._whole, q, k, v, gate, options))
+            return cast(Tensor, in_rows(partial(self.whole, form), q, k, v, gate, options))
         return self._chunked(*self._ready(q, k, v, gate, options), None)[0]
 
     def _extend(
@@ -76,8 +88,8 @@ class LinearForms(Forms):
     ) -> tuple[Tensor, RecurrentState]:
         past, seen = (None, 0) if state is None else (state.matrix, len(state))
         ready = self._ready(q, k, v, gate, options)
-        o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past)
-        return o, RecurrentState(matrix, seen + q.shape[1])
+        o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past, keeps_state=True)
+        return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
     def in_place(
         self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
@@ -100,22 +112,22 @@ class LinearForms(Forms):
             gate = separated(gate, q, options.valid, options.cu_seqlens)
         return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
-    def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, HeadGate, Tensor]:
-        """All of it with the heads first, each query head with its own copy, and the state ``[B, H, K, V]``."""
-        B, _, H, K = q.shape
-        dtype = compute_dtype(q)
-        local = HeadGate.of(gate, q)
+    def _heads_first(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, HeadGate]:
+        """All of it with the heads first, each query head with its own copy."""
+        H, dtype = q.shape[2], compute_dtype(q)
+        return heads_first(q, H, dtype), heads_first(k, H, dtype), heads_first(v, H, dtype), HeadGate.of(gate, q)
+
+    def _state(self, q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+        """The state ``[B, H, K, V]`` that the first token meets, with q ``[B, H, ..., K]`` and v ``[B, H, ..., V]``."""
         if state is None:
-            state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
-        q, k, v = (heads_first(x, H, dtype) for x in (q, k, v))
-        return q, k, v, local, state.to(dtype)
+            return q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        return state.to(q.dtype)
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v, local, S = self._inputs(q, k, v, gate, state)
+        q, k, v, local = self._heads_first(q, k, v, gate)
+        S = self._state(q, v, state)
         decay = None if local.log_decay is None else local.log_decay.exp()
         outputs = []
         for t in range(q.shape[2]):
@@ -128,45 +140,56 @@ class LinearForms(Forms):
         return (o * scale).transpose(1, 2).to(dtype), S
 
     def _chunked(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None,
+        keeps_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         T, outputs = q.shape[1], []
         stride, longest = SEGMENT if q.is_cpu else T, min(CHUNK, self.chunk_size)
+        if stride >= T:
+            size = longest if longest < T else T
+            return self._blockwise(q, k, v, gate, dtype, scale, state, size, keeps_state)
         for a in range(0, T, stride):
             # no min of T: a compiler would carry it through every shape, and take twice as long
             b = a + stride if a + stride < T else T
             size = longest if b - a > longest else b - a
-            o, state = self._blockwise(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), dtype, scale, state, size)
+            segment = q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)
+            o, state = self._blockwise(*segment, dtype, scale, state, size, keeps_state or b < T)
             outputs.append(o)
-        return torch.cat(outputs, 1), cast(Tensor, state)
+        return torch.cat(outputs, 1), state
 
     def _blockwise(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None,
-        size: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        size: int, keeps_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         T = q.shape[1]
-        q, k, v, local, S = self._inputs(q, k, v, gate, state)
+        q, k, v, local = self._heads_first(q, k, v, gate)
         q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
-        block = self.transition.block(q, k, local)
-        scores, block_q, block_k = block.scores, block.q, block.k
-        decays: list[Tensor] | None = None
-        if local.log_decay is None:
-            scores = scores.tril_()
+        g = local.log_decay
+        one = not torch.compiler.is_compiling() and q.shape[2] == 1  # a graph serves more lengths
+        if state is None and not keeps_state and one:  # one block is all there is
+            scores = self.transition.scores(q, k, local).tril_()
+            o = (scores if g is None else scores * decay_between(g).exp()) @ v
         else:
-            decay = block_decay(local.log_decay)
-            scores = scores.tril_() * decay.between.exp()
-            block_q = block_q * decay.entry.exp()[..., None]
-            block_k = block_k * decay.exit.exp()[..., None]
-            decays = list(decay.total.exp()[..., None, None].unbind(2))
-        updates = (block_k.mT @ v).unbind(2)
+            block = self.transition.block(q, k, local)
+            scores, decay = block.scores.tril_(), None if g is None else block_decay(g)
+            o = (scores if decay is None else scores * decay.between.exp()) @ v
+            starts, state = self._states(block, v, decay, self._state(q, v, state))
+            block_q = block.q if decay is None else block.q * decay.entry.exp()[..., None]
+            o = o.add_(block_q @ starts)  # in place: fresh memory is slow
+        o = o.mul_(scale)
+        return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), state
+
+    def _states(self, block: ClosedForm, v: Tensor, decay: Decay | None, S: Tensor) -> tuple[Tensor, Tensor]:
+        """The state before each block, ``[B, H, N, K, V]``, and that after the last one."""
+        keys = block.k if decay is None else block.k * decay.exit.exp()[..., None]
+        decays = None if decay is None else decay.total.exp()[..., None, None].unbind(2)
         totals = None if block.total is None else block.total.unbind(2)
         starts = []
-        for n, update in enumerate(updates):
+        for n, update in enumerate((keys.mT @ v).unbind(2)):
             starts.append(S)
             if totals is not None:
                 S = self.transition.carry(totals[n], S)
             if decays is not None:
                 S = decays[n] * S
             S = S + update
-        o = (scores @ v).add_(block_q @ torch.stack(starts, 2)).mul_(scale)  # in place: fresh memory is slow
-        return rearrange(o.flatten(2, 3)[:, :, :T], "b h t v -> b t h v").to(dtype), S
+        return torch.stack(starts, 2), S

@@ -233,9 +233,9 @@ class Forms:
             raise TypeError(f"state: expected attnzoo.{self.STATE.__name__} or None, got {type(state).__name__}")
 
     def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
-        """What a form gives of whole sequences, by inputs and options that have been checked."""
-        kernel = self.kernels.get(form)
-        return self._whole(q, k, v, gate, options) if kernel is None else kernel.whole(q, k, v, gate, options)
+        """The output for whole sequences of a kernel, or of the fastest reference form (``REFERENCE``), which the sides
+        have each their own; inputs and options have been checked."""
+        return self.kernels[form].whole(q, k, v, gate, options)
 
     def go_on(
         self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Any
@@ -249,10 +249,6 @@ class Forms:
             able = [name for name, kernel in self.kernels.items() if kernel.extend is not None]
             raise ValueError(f"form: expected one that keeps a state ({', '.join((REFERENCE, *able))}), got {form!r}")
         return kernel.go_on(q, k, v, gate, state, options)
-
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
-        """The fastest reference form: both sides have their own."""
-        raise NotImplementedError
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Any) -> tuple[Any, Any]:
         """``extend`` of the reference: both sides have their own."""

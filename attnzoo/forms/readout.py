@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.sums import sum_to_the_end
-from attnzoo.algebra.transitions import block_decay
+from attnzoo.algebra.transitions import block_decay, decay_between
 from attnzoo.algebra.values import readable
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
@@ -72,8 +72,11 @@ def block_logits(
     """
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
-    inside = block_decay(log_decay[..., P:])
-    bias = torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
+    if P:
+        inside = block_decay(log_decay[..., P:])
+        bias = torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
+    else:
+        bias = decay_between(log_decay)
     logits = (scores + bias).clamp(min=least)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], least)

@@ -83,11 +83,13 @@ def causal_attention(
     plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)  # a compiled length stays open
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
-        q, k, v = (_widen(x, width) for x in (q, k, v))
+        if width != K or width != V:
+            q, k, v = (_widen(x, width) for x in (q, k, v))
         causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
         if fused and q.numel() and records(q, k, v):
             return cast(Tensor, _Whole.apply(q, k, v, causal))[..., :V], None  # type: ignore[no-untyped-call]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)
+        return o if width == V else o[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
     if T <= 2 * PLAIN or not fused or band is not None or not q.numel():
@@ -145,6 +147,8 @@ def _plain_rows(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
     T, S = q.shape[2], k.shape[2]
+    if first_kept is None and band is None and T <= 2 * PLAIN:  # one block
+        return _plain_block(q, k, v, log_decay, valid, None, None, with_lse)
     if first_kept is None:
         rows = PLAIN if band is not None else 2 * PLAIN
     outputs, lses = [], []

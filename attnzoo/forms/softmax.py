@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from einops import rearrange
 from packaging.version import Version
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -58,7 +58,7 @@ class SoftmaxForms(Forms):
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
         given = SoftmaxOptions(**options)
         self.check(q, k, v, gate, given)
-        return self._whole(q, k, v, gate, given)
+        return self.whole(REFERENCE, q, k, v, gate, given)
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """Token by token with a KV cache; softmax attention has no state of finite size."""
@@ -82,10 +82,15 @@ class SoftmaxForms(Forms):
             name = type(self.transition).__name__
             raise ValueError(f"prune: expected None ({name} makes vectors longer), got {options.prune!r}")
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> Output:
+    def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> Output:
+        if form in self.kernels:
+            return cast(Output, super().whole(form, q, k, v, gate, options))
         if options.cu_seqlens is not None and readable(options.cu_seqlens):
-            return cast(Output, in_rows(self._whole, q, k, v, gate, options))
-        return self._extend(q, k, v, gate, None, options)[0]
+            return cast(Output, in_rows(partial(self.whole, form), q, k, v, gate, options))
+        if options.valid is not None or options.cu_seqlens is not None:
+            q, k, v, gate = self._ready(q, k, v, gate, options)
+        o, lse = self._attend_whole(q, k, v, gate, options)
+        return self._output(o, lse, options, v.dtype)
 
     def go_on(
         self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: SoftmaxOptions
@@ -111,7 +116,8 @@ class SoftmaxForms(Forms):
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Output, KVCache]:
-        q, k, v, gate = self._ready(q, k, v, gate, options)
+        if options.valid is not None or options.cu_seqlens is not None:
+            q, k, v, gate = self._ready(q, k, v, gate, options)
         o, lse, state = self._attend(q, k, v, gate, state, options)
         return self._output(o, lse, options, v.dtype), state
 
@@ -136,8 +142,6 @@ class SoftmaxForms(Forms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor, Gate]:
         """The inputs without what does not exist."""
-        if options.valid is None and options.cu_seqlens is None:
-            return q, k, v, gate
         gate = self.separated(gate, q, options.valid, options.cu_seqlens)
         if options.valid is not None:
             q, k, v = existing(options.valid, q, k, v)
@@ -147,8 +151,8 @@ class SoftmaxForms(Forms):
         """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
         if options.sink is not None:
             o, lse = attend_with_sink(o, lse, options.sink)
-        o = rearrange(o, "b h t v -> b t h v").to(dtype)
-        return (o, rearrange(cast(Tensor, lse), "b h t -> b t h")) if options.return_lse else o
+        o = o.transpose(1, 2).to(dtype)
+        return (o, cast(Tensor, lse).transpose(1, 2)) if options.return_lse else o
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
         """The gate of tokens of which some do not exist, or that are of several sequences."""
@@ -216,6 +220,25 @@ class SoftmaxForms(Forms):
         step = 1 if gate.per_query_head else H // G
         new = replace(new, k=carried.mT[:, ::step].transpose(1, 2))
         return *joined(outputs), new
+
+    def _attend_whole(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`_attend` of whole sequences, which leave no state."""
+        (_, T, H, K), dtype = q.shape, compute_dtype(q)
+        given = q, k, v, *(getattr(gate, part) for part in gate.parts)
+        traced = in_transform() or torch.compiler.is_compiling()  # a graph serves more lengths than one block
+        if traced or T > ROWS or options.prune is not None or records(*given):
+            return self._attend(q, k, v, gate, None, options)[:2]
+        local = HeadGate.of(gate, q)
+        scaled = heads_first(q, H, dtype) * (K**-0.5 if options.scale is None else options.scale)
+        decay = scaled.new_zeros(*scaled.shape[:3]) if local.log_decay is None else local.log_decay
+        valid, hidden = options.valid, None
+        if options.window is not None and options.window < T:
+            hidden = cast(Band, Band.of(options.window, valid, T, q.device)).hidden(0, T, 0)
+        scores = self.transition.scores(scaled, heads_first(k, H, dtype), local)
+        logits = block_logits(scores, decay, None if valid is None else valid[:, None], None, hidden)
+        return readout(logits, heads_first(v, H, dtype), options.return_lse or options.sink is not None)
 
     @torch.no_grad()
     def _near_lse(

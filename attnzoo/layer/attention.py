@@ -129,7 +129,7 @@ class Attention(PreciseModule):
         self.forget = None if forgetting is None else Forget(forgetting, config)
         self.picked: str | None = None  # the form that served the last call, and the device
         # decided here, as no call changes it
-        self._heads = ((q_heads, K), (-1, K), (-1, V))
+        self._heads = ((q_heads, K), (k_rows, K), (v_rows, V))
         self._maps = tuple(
             None if name == "identity" else FEATURE_MAPS[name]
             for name in (config.feature_map, config.key_feature_map or config.feature_map)
@@ -305,7 +305,8 @@ class Attention(PreciseModule):
         place = call.q.device.type
         last = REFERENCE if place == "cpu" and self.picked == "reference on cpu" else ""
         form = chosen(self.variant, self.impl, call, last)
-        self.picked = f"{form} on {place}"
+        if form != last:
+            self.picked = f"{form} on {place}"
         return form
 
     def _makes_all(self) -> bool:
@@ -343,7 +344,7 @@ class Attention(PreciseModule):
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
-        o = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
+        o: Tensor = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
     def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
@@ -399,7 +400,8 @@ class Attention(PreciseModule):
         q, k, v = self.rows(x, stream)
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
-        q, k, v = q.unflatten(-1, of_q), k.unflatten(-1, of_k), v.unflatten(-1, of_v)
+        rows = stream.shape
+        q, k, v = q.reshape(*rows, *of_q), k.reshape(*rows, *of_k), v.reshape(*rows, *of_v)
         q, k = q if map_q is None else map_q(q), k if map_k is None else map_k(k)
         if config.qk_norm == "l2":
             q, k = l2_normalize(q), l2_normalize(k)

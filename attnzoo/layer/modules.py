@@ -151,9 +151,10 @@ class ShortConvolution(nn.Module):
         if T == 1:  # a step: two operations in place of two per token of the window
             out = (full * weight.mT).sum(1, keepdim=True)
         else:
-            out = full[:, :T] * weight[:, 0]
-            for i in range(1, self.size):
-                out = out + full[:, i : i + T] * weight[:, i]
+            first, *later = weight.unbind(1)
+            out = full[:, :T] * first
+            for i, one in enumerate(later, 1):
+                out = out + full[:, i : i + T] * one
         return self._finish(out)
 
     def _finish(self, out: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
@@ -179,8 +180,7 @@ class Stream:
             spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)
             return fn(spaced).index_select(1, place)
         past = None if self.cache is None else self.cache.windows.get(name)
-        past = x.new_zeros(B, n, X) if past is None else past.to(x.dtype)
-        full = torch.cat([past, x], 1)
+        full = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
         if self.valid is None:
             self._remember(name, full, n)
             return fn(full)
