@@ -69,7 +69,8 @@ test-long: install
 OLDEST = $(VENV)/transformers-4.57
 RENAMED = $(VENV)/transformers-5.24
 WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tests/models/test_hf_generate.py \
-	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/trained/test_exchange.py \
+	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/models/test_folders_of_others.py \
+	tests/models/test_hf_files_and_masks.py tests/trained/test_damaged_folders.py tests/trained/test_exchange.py \
 	tests/data/test_tokenizer.py tests/documents/test_tutorial_commands.py
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \

@@ -102,7 +102,7 @@ def test_what_is_said_in_two_places_is_what_transformers_takes(fields, changed, 
             "rope_type = 'yarn' is not",
         ),
         (
-            {"rope_scaling": LINEAR, "rope_parameters": {**DEFAULT, "rope_theta": 77.0}},
+            {"rope_scaling": LINEAR, "rope_parameters": {**DEFAULT, "rope_theta": 77.0}, "rope_theta": None},
             r"expected rope_theta = 77.0 of rope_parameters in rope_scaling, too, which counts alone .*, got None",
         ),
         (
