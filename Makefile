@@ -13,7 +13,7 @@ PYTEST = CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test test-quick test-gpu test-long test-transformers test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: duality figures help install demo test test-quick test-gpu test-long test-transformers test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
@@ -24,7 +24,9 @@ help:
 	@echo "make test-versions every kernel compiled with every supported Triton, for each kind of GPU (TRITONS='3.6.0 3.9.0')"
 	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
-	@echo "make docs       draw the figures and build the documentation, site/index.html"
+	@echo "make docs       draw the figures from committed data and build the documentation, site/index.html"
+	@echo "make duality    the page where gates are moved, as one file: site/duality.html"
+	@echo "make figures    train the models behind some figures, a quarter of an hour, and draw all of them"
 	@echo "make docs-test  build it from the committed figures and read it in a headless Chromium"
 	@echo "make bench      CPU speed of the reference forms"
 	@echo "make bench-gpu  GPU speed of the kernels beside every peer that is installed"
@@ -107,6 +109,17 @@ docs-site: docs-install
 docs: docs-install
 	$(BIN)/python docs/figures/make.py
 	$(MAKE) docs-site
+
+site/duality.html: docs-site
+	$(BIN)/python docs/tools/standalone.py $@
+
+duality: site/duality.html
+
+figures: docs-install
+	$(BIN)/attnzoo compare docs/figures/zoo.yaml
+	$(BIN)/python docs/figures/record.py
+	$(BIN)/python docs/figures/make.py fox path
+	$(BIN)/python docs/figures/make.py
 
 docs-test: docs-site
 	$(PYTEST) --require-browser tests/docs

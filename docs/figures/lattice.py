@@ -31,11 +31,12 @@ Edge = tuple[str, str]
 
 def reductions() -> dict[Edge, str]:
     """What is set to turn the first variant into the second, in TeX, from ``tests/forms/test_reductions.py``."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    folders = [str(ROOT / "tests"), str(ROOT / "tests" / "forms")]
+    sys.path[:0] = folders
     try:
         from test_reductions import REDUCTIONS
     finally:
-        sys.path.pop(0)
+        del sys.path[: len(folders)]
     found: dict[Edge, str] = {}
     for name, to, change in REDUCTIONS:
         found.setdefault((name, to), _words(change))

@@ -38,6 +38,16 @@ const algebra = (() => {
     return { s, d };
   }
 
+  // S_t, rows of values and columns of keys, after every token: S_{t-1} A_t + v_t k_t^T
+  function states(k, v, gate) {
+    let S = v[0].map(() => k[0].map(() => 0));
+    return k.map((key, t) => {
+      const left = Math.exp(gate.g[t]);
+      S = S.map((row, i) => carry(gate, t, row).map((x, r) => left * x + v[t][i] * key[r]));
+      return S;
+    });
+  }
+
   function softmax(row) {
     const top = Math.max(...row);
     const weights = row.map((value) => Math.exp(value - top));
@@ -86,5 +96,5 @@ const algebra = (() => {
 
   const unit = (x) => x.map((value) => value / norm(x));
 
-  return { scores, softmax, firstKept, normals, unit };
+  return { dot, scores, states, softmax, firstKept, normals, unit };
 })();

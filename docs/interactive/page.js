@@ -10,7 +10,7 @@
 
   const normal = algebra.normals(7);
   const draw = () => Array.from({ length: T }, () => Array.from({ length: K }, normal));
-  const q = draw(), k = draw(), scattered = draw().map(algebra.unit);
+  const q = draw(), k = draw(), scattered = draw().map(algebra.unit), v = draw().map((value) => value.slice(0, 3));
   const axis = algebra.unit([1, 1, 0, 0]);
 
   // The pairs of the registry, and the controls that their gate parts need.
@@ -51,7 +51,14 @@
       readout === "softmax" ? logits.map(algebra.softmax) : s.map((row, t) => row.map((x, j) => x * decay[t][j]));
     const kept = algebra.firstKept(q, k, gate.g, scale, prune);
     const mass = logits.map(algebra.softmax).map((row, t) => sum(row.slice(0, kept[Math.floor(t / BLOCK)])));
-    return { pair, readout, q, k, scale, gate, prune, s, decay, logits, weights, kept, dropped: Math.max(...mass) };
+    const states = algebra.states(k, v, gate);
+    const outputs = {
+      linear: states.map((S, t) => S.map((row) => scale * algebra.dot(row, q[t]))),
+      softmax: logits.map((row) => v[0].map((_, i) => algebra.dot(algebra.softmax(row), v.slice(0, row.length).map((x) => x[i])))),
+    };
+    return {
+      pair, readout, q, k, v, scale, gate, prune, s, decay, logits, weights, kept, dropped: Math.max(...mass), states, outputs,
+    };
   }
 
   const sum = (row) => row.reduce((a, b) => a + b, 0);
@@ -102,6 +109,7 @@
   const matrices = { decay: new Matrix("decay"), logits: new Matrix("logits"), weights: new Matrix("weights") };
   const pruned = matrices.weights.svg.appendChild(document.createElementNS(SVG, "g"));
   pruned.setAttribute("class", "pruned");
+  const memory = memoryOf(root, WORDS, (t) => choose(t, Math.min(chosen[1], t)));
   const FIRST = [T - 1, T - 5];
   let chosen = FIRST;
 
@@ -121,6 +129,7 @@
       matrix.cells.flat().forEach((cell) => cell.removeAttribute("data-chosen"));
       matrix.cells[t][j].setAttribute("data-chosen", "");
     }
+    memory.show(now, t);
   }
 
   function showKept(now) {
@@ -147,10 +156,15 @@
     const now = read(), parts = PARTS[now.pair];
     root.querySelectorAll("[data-part]").forEach((part) => (part.hidden = !parts.includes(part.dataset.part)));
     root.querySelectorAll("[data-softmax]").forEach((part) => (part.hidden = now.readout === "linear"));
+    root.querySelectorAll("[data-linear]").forEach((part) => (part.hidden = now.readout === "softmax"));
     root.querySelectorAll("[data-pair]").forEach((text) => (text.hidden = text.dataset.pair !== now.pair));
     form.querySelectorAll("output[data-for]").forEach((output) => {
-      const value = number(output.dataset.for);
-      output.textContent = output.dataset.for === "eps" ? (10 ** value).toPrecision(2) : value.toFixed(2);
+      const value = number(output.dataset.for), name = output.dataset.for.replace("-all", "");
+      const each = name === output.dataset.for ? [value] : WORDS.map((_, t) => number(`${name}${t}`));
+      const [least, most] = [Math.min(...each), Math.max(...each)];
+      if (least < most) output.textContent = `${least.toFixed(2)} to ${most.toFixed(2)}`;
+      else if (name !== output.dataset.for) output.textContent = most.toFixed(2);
+      else output.textContent = output.dataset.for === "eps" ? (10 ** value).toPrecision(2) : value.toFixed(2);
     });
     const largest = (rows) => Math.max(...rows.flat().filter(Number.isFinite).map(Math.abs), 1e-12);
     const inside = now.readout === "softmax" ? now.logits : now.s; // what the weight is made from
@@ -230,17 +244,24 @@
   root.querySelector(".matrices").addEventListener("keyup", keep);
   root.querySelector(".matrices").addEventListener("pointerleave", keep);
 
-  const fromAddress = () => restore(decodeURIComponent(location.hash).replace(/^#=?/, ""), show);
+  function scene(button, then) {
+    restore(button.dataset.scene, then);
+    root.querySelector("p[data-says]").textContent = button.dataset.says;
+  }
+
+  // without an address the page begins with its first scene, so that the first view has words
+  function fromAddress() {
+    const address = decodeURIComponent(location.hash).replace(/^#=?/, "");
+    if (address) restore(address, show);
+    else scene(root.querySelector("[data-scene]"), show);
+  }
 
   form.addEventListener("input", update);
   form.addEventListener("reset", (event) => {
     event.preventDefault();
     restore(field("pair").value);
   });
-  root.querySelectorAll("[data-scene]").forEach((button) => button.addEventListener("click", () => {
-    restore(button.dataset.scene);
-    root.querySelector("p[data-says]").textContent = button.dataset.says;
-  }));
+  root.querySelectorAll("[data-scene]").forEach((button) => button.addEventListener("click", () => scene(button)));
   addEventListener("hashchange", fromAddress);
   root.dataset.ready = "";
   window.attnzoo = { read };

@@ -54,9 +54,12 @@ def home(obj: Object) -> str:
 
 
 class Markdown(Extension):
-    """Rewrites every docstring as it is loaded, and links each function and class of a module to its source."""
+    """Rewrites every docstring as it is loaded, links each function and class of a module to its source, and shows the
+    signature that has the defaults."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        if obj.is_function:
+            obj.overloads = None  # they have `...` for every default: the signature that is called says them
         if obj.docstring is None:
             return
         obj.docstring.value = to_markdown(obj.docstring.value, obj.module.path)

@@ -44,6 +44,17 @@ def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
         assert path.read_bytes() == (FIGURES / "out" / path.name).read_bytes(), path.name
 
 
+def test_make_docs_trains_nothing(code):
+    """What it draws reads committed data; the drawings that need models have a target of their own."""
+    drawn = [name for name in code["make"].DRAWINGS if name not in code["make"].TRAINED]
+    for name in drawn:
+        assert "model_of" not in code["make"].DRAWINGS[name].__code__.co_names, name
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    docs = makefile.partition("\ndocs: ")[2].partition("\n\n")[0]
+    assert "make.py fox" not in docs
+    assert "compare" not in docs
+
+
 def test_letters_are_matplotlibs_own(code, monkeypatch):
     """Also where the cached list lacks them, as after a process whose matplotlib was deleted meanwhile."""
     from matplotlib.font_manager import findfont, fontManager

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnzoo import Gate, Prune, oracle, pairs
+from attnzoo import Gate, Prune, get, oracle, pairs
 from attnzoo.algebra.pruning import dropped_mass, first_kept_keys
 from attnzoo.registry import PAIRS, PRODUCTS
 
@@ -24,8 +24,57 @@ SOFTMAX = [pair.softmax for pair in (*PAIRS, PRODUCTS[-1])]  # the last one has 
 def play(reader):
     page = reader.open("interactive.html")
     page.locator("form[data-ready]").wait_for()
+    page.locator("#pair").select_option("fox")
     yield page
     assert reader.complaints == []
+
+
+def test_first_view_is_the_first_scene_with_its_words(reader):
+    page = reader.open("interactive.html")
+    page.locator("form[data-ready]").wait_for()
+    assert page.locator("p[data-says]").inner_text() == page.locator("[data-scene]").first.get_attribute("data-says")
+    assert page.evaluate("attnzoo.read().pair") == "nope"
+    assert page.evaluate("location.hash") == ""
+    assert reader.complaints == []
+
+
+def test_a_slider_of_all_tokens_says_where_they_stand(play):
+    said = play.locator("output[data-for=f-all]")
+    assert said.inner_text() == "0.02 to 0.95"
+    slide(play, "f-all", "Home")
+    assert said.inner_text() == "0.00"
+    slide(play, "f3", "End")
+    assert said.inner_text() == "0.00 to 1.00"
+
+
+@pytest.mark.parametrize("side", ["linear", "softmax"])
+def test_the_readout_that_is_chosen_is_written(play, side):
+    play.get_by_label(f"{side} side").check()
+    shown = play.locator(".readouts .katex:visible")
+    assert shown.count() == 1
+    assert ("softmax" in shown.inner_text()) == (side == "softmax")
+
+
+def test_both_memories_are_shown_token_by_token(play):
+    now = check(play)
+    gate = Gate(log_decay=tensor(now["gate"]["g"])[None, :, None])
+    q, k, v = (tensor(now[name])[None, :, None] for name in "qkv")
+    for side, name in (("linear", "mamba2"), ("softmax", "fox")):
+        o = get(name).forms["parallel"](q, k, v, gate, scale=now["scale"])
+        torch.testing.assert_close(tensor(now["outputs"][side]), o[0, :, 0], rtol=1e-9, atol=1e-9)
+    S = torch.zeros(3, 4, dtype=torch.float64)
+    for t, shown in enumerate(now["states"]):
+        S = S * math.exp(now["gate"]["g"][t]) + torch.outer(v[0, t, 0], k[0, t, 0])
+        torch.testing.assert_close(tensor(shown), S, rtol=1e-9, atol=1e-9)
+    play.locator("[data-memory=token]").focus()
+    play.locator("[data-memory=token]").press("Home")
+    assert play.locator("[data-memory=cache] rect").count() == 7
+    assert play.locator("[data-memory=state] rect").count() == 12
+    play.locator("[data-memory=token]").press("End")
+    assert play.locator("[data-memory=cache] rect").count() == 7 * 16
+    assert play.locator("[data-memory=size]").inner_text() == "112 numbers"
+    said = [float(x) for x in play.locator("[data-memory=said-linear]").inner_text().split(", ")]
+    assert said == pytest.approx(now["outputs"]["linear"][15], abs=0.006)
 
 
 def tensor(rows) -> torch.Tensor:
@@ -198,6 +247,25 @@ def test_the_address_keeps_what_was_moved(play, reader):
     again = check(play)
     assert (again["pair"], again["readout"], again["gate"]) == (moved["pair"], moved["readout"], moved["gate"])
     assert play.locator("[data-cell]").inner_text() == "query 15, key 12"
+
+
+def test_one_file_holds_the_page_whole(browser, site, tmp_path):
+    """From a folder of its own, with nothing beside it and no network."""
+    sys.path.insert(0, str(FIGURES.parent))
+    from tools.standalone import standalone
+
+    (tmp_path / "duality.html").write_text(standalone(site), encoding="utf-8")
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: asked.append(str(error)))
+    page.goto((tmp_path / "duality.html").as_uri())
+    page.locator("form[data-ready]").wait_for()
+    page.locator("[data-scene]").nth(2).click()
+    assert page.evaluate("attnzoo.read().pair") == "fox"
+    assert page.locator(".katex").count() > 16
+    assert [url for url in asked if not url.startswith("data:")] == [(tmp_path / "duality.html").as_uri()]
+    page.close()
 
 
 def test_scenes_are_what_their_names_say(play):

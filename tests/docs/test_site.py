@@ -144,6 +144,16 @@ def test_a_reference_shows_its_equation(reader):
     assert reader.complaints == []
 
 
+def test_the_reference_shows_defaults_and_no_overloads(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference/kernels.html").read_text(encoding="utf-8")))
+    signatures = re.findall(
+        r"^(?:fox_attention|path_attention|wall_attention|rotate)\($.*?^\)", text, re.MULTILINE | re.DOTALL
+    )
+    assert len(signatures) == 4
+    assert not [signature for signature in signatures if "= ..." in signature]
+    assert 'impl: Impl = "auto"' in signatures[0]
+
+
 @dataclass(frozen=True)
 class Links:
     """Anchors and targets of one page."""

@@ -43,3 +43,10 @@ def test_every_kernel_that_a_page_names_exists():
     }
     assert named
     assert not [(page, name) for page, name in named if name not in kernels]
+
+
+def test_every_number_of_arxiv_is_a_link():
+    for page in [ROOT / "README.md", *PAGES]:
+        if not RECORDS & set(page.relative_to(ROOT).parts[1:2]):
+            bare = re.findall(r"(?<!\[)arXiv:\d{4}\.\d{5}", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+            assert not bare, page.name
