@@ -1,4 +1,4 @@
-"""One file that holds the page of moving gates whole: ``python docs/tools/standalone.py [duality.html]``, after `make docs`.
+"""One file that holds the page of moving gates whole: ``python docs/tools/standalone.py FILE``, once the site is built.
 
 It asks for nothing else, so that it works from a memory stick, in a mail or without a network.
 """
