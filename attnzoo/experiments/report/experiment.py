@@ -162,7 +162,7 @@ def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
 def budget(experiment: Experiment, outcome: Outcome) -> str:
     """What was trained, in words."""
     tokens = sorted({run.tokens for run in outcome.runs if run.tokens})
-    every = {(run.arm, run.lr, run.seed): run for run in (*outcome.tried, *outcome.runs)}.values()
+    every = {(run.arm, run.lr, run.seed, run.tokens): run for run in (*outcome.tried, *outcome.runs)}.values()
     arms = len(experiment.arms)
     seeds = outcome.planned or len(outcome.runs) // arms
     rates = max((len([x for x in outcome.tried if x.arm == run.arm]) for run in outcome.tried), default=1)
