@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -93,6 +94,8 @@ class ForgettingCache:
     sums: dict[str, Tensor] = field(default_factory=dict)
     phase: Tensor | None = None
     angle: Tensor | None = None
+    in_pages: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return self.tokens

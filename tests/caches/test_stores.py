@@ -11,13 +11,16 @@ import torch
 from strategies import Inputs, relative_error
 from torch import Tensor
 
-from attnzoo import get, oracle
+from attnzoo import Gate, KVCache, RecurrentState, get, oracle
+from attnzoo.forgetting.cache import ForgettingCache
 from attnzoo.forms.caches.inplace import Memory, Rows
 from attnzoo.forms.caches.pages.inplace import PagedMemory
-from attnzoo.forms.caches.pages.paged_cache import Eviction
+from attnzoo.forms.caches.pages.page_table import PoolSizes
+from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
+from attnzoo.forms.caches.state import State
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
 
@@ -218,3 +221,22 @@ def test_any_history_over_any_store_gives_what_the_oracle_gives(store: Store, wa
 
 def test_every_kind_of_pool_goes_through_these_histories() -> None:
     assert {*KeyPool.__subclasses__()} == {CarriedPool, GroupedPool}
+
+
+@pytest.mark.parametrize("state", [RecurrentState, KVCache, PagedCache, ForgettingCache])
+def test_every_state_says_what_the_contract_asks(state: type) -> None:
+    asked = {
+        *State.__annotations__,
+        *(name for name, x in vars(State).items() if callable(x) and name[0] != "_"),
+        "__len__",
+    }
+    assert {"in_pages", "grows", "reorder", "crop", "detach", "to"} <= asked
+    assert not [name for name in asked if not hasattr(state, name)]
+
+
+def test_groups_of_pages_take_tokens_by_their_kernels_alone() -> None:
+    sizes = PoolSizes(1, 1, 1, 16, 16)
+    pool, x = GroupedPool.empty(sizes, dtype=torch.float32), torch.zeros(1, 2, 1, 16)
+    with pytest.raises(NotImplementedError, match="add: expected a pool whose pages stand alone"):
+        pool.extend(x.transpose(1, 2), x, x, Gate(log_decay=torch.zeros(1, 2, 1)), None, None)
+    assert pool.lengths == [0]
