@@ -18,7 +18,7 @@ from attnzoo.forgetting.rules import Forgetting, blended
 from attnzoo.forgetting.steps import extend_forgetting
 from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.caches.inplace import Rows
-from attnzoo.forms.caches.pages.pool import LastRows
+from attnzoo.forms.caches.pages.present_tokens import LastRows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms

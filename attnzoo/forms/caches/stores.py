@@ -17,7 +17,8 @@ from attnzoo.forms.caches.inplace_keys import KeyMemory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
 from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.paged_cache import PagedCache, key_heads
-from attnzoo.forms.caches.pages.pool import KeyPool, LastRows
+from attnzoo.forms.caches.pages.pool import KeyPool
+from attnzoo.forms.caches.pages.present_tokens import LastRows
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import append_valid

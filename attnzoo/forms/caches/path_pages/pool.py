@@ -24,7 +24,8 @@ from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
-from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, in_front, longest
+from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest
+from attnzoo.forms.caches.pages.present_tokens import in_front
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, least_logit
