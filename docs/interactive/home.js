@@ -74,7 +74,7 @@
     for (const option of choice.options) {
       const { layer, head } = place(option.value), { w } = trained.seen[layer][head];
       const back = bytes.map((_, t) => sum(bytes.slice(0, t + 1).map((_, j) => w[t * trained.T + j] * (t - j))));
-      option.textContent = `layer ${layer + 1}, head ${head + 1}: ${(sum(back) / bytes.length).toFixed(1)} bytes back on average`;
+      option.textContent = `layer ${layer + 1}, head ${head + 1}: ${(sum(back) / bytes.length).toFixed(1)} bytes back`;
     }
   }
 
