@@ -137,3 +137,11 @@ def test_an_option_that_two_projections_take_is_refused():
 def test_fixed_angles_are_an_option_of_fox_with_rope():
     attn = build_attention("fox_rope", hidden_size=D, num_heads=H, gate=("rotary", "forget"))
     assert attn.project(torch.randn(1, 3, D)).gate.angle.ndim == 1
+
+
+@pytest.mark.parametrize("value", [0.1, torch.nan])
+def test_constant_decays_that_would_grow_are_refused_where_they_are_loaded(value):
+    attn = build_attention("retnet", hidden_size=16, num_heads=2)
+    state = {**attn.state_dict(), "gate.log_gamma": torch.tensor([-0.1, value])}
+    with pytest.raises(ValueError, match=r"^gate\.log_gamma: expected log decays of 0 or below, got \[-0\.1"):
+        attn.load_state_dict(state)

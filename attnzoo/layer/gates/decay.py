@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.values import has_values
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
 from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
@@ -57,6 +58,13 @@ class RetentionDecay(GateProjection):
 
     def reset_parameters(self) -> None:
         fill(self.log_gamma, torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)]))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse decays above 0, with which old tokens would grow: a layer checks no gate that its own parts make."""
+        loaded = state_dict.get(f"{prefix}log_gamma")
+        if loaded is not None and has_values(loaded) and not bool((loaded <= 0).all()):
+            raise ValueError(f"{prefix}log_gamma: expected log decays of 0 or below, got {loaded.tolist()}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=wide(self.log_gamma)), None
