@@ -185,6 +185,6 @@ def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
 
 
 def test_the_page_names_the_releases_that_run_gluon_kernels() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "kernels.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "what_runs_where.md"
     releases = ", ".join(f"{major}.{minor}" for major, minor in device.GLUON)
     assert f"| {releases} | Gluon and portable kernels |" in page.read_text()

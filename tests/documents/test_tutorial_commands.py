@@ -35,7 +35,8 @@ def run(page: str, *overrides: str) -> list[list[str]]:
             words = shlex.split(line)
             assert words[0] == "attnzoo"
             more = overrides if words[1] == "train" else ()
-            ran = CliRunner().invoke(app, [*words[1:], *more], catch_exceptions=False)
+            given = {word.partition("=")[0]: word for word in (*words[1:], *more)}  # ours in place of the page's
+            ran = CliRunner().invoke(app, [*given.values()], catch_exceptions=False)
             assert ran.exit_code == 0, ran.output
             done.append(words)
     return done

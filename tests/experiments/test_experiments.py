@@ -431,7 +431,9 @@ def test_guess_is_asked_what_the_probe_asks(done):
 
 def test_gains_of_both_sides_are_drawn_with_every_run(done):
     outcome = load_outcome(Path("out/result.json"))
-    claim = Correlated(("fox", "none, one head"), (("none, one head", "fox"), ("fox", "fox")), "wrong answers")
+    arms = ("none, one head", "fox")
+    pairs = (arms, ("fox", "fox"), arms[::-1], ("none, one head", "none, one head"))
+    claim = Correlated(("fox", "none, one head"), pairs, "wrong answers", (("a",), ("b",), ("c",), ("d",)))
     experiment = replace(find(done), expectations=(Expectation("They agree.", "nobody", claim),))
     page = render_experiment(experiment, outcome)
     assert "What a part gains on either side" in page

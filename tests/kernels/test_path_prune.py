@@ -15,6 +15,7 @@ from attnzoo import Gate, get
 from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.path import kept_fraction, path_attention
 from attnzoo.kernels.path.reference import path_scores, prune_starts_reference
@@ -25,10 +26,11 @@ BOUNDS = ("tail", "paper")
 
 def starts(x: dict[str, Tensor], prune: Prune, scale: float, logit_bound: Tensor | None = None) -> Tensor:
     """The first key of each row unit as the kernels find it."""
-    from attnzoo.kernels.path import op
+    from attnzoo.kernels.path.op import PathOperands, row_gates
 
-    parts = (x[name] for name in ("q", "k", "w", "beta", "log_decay"))
-    start = op.starts(*parts, None, logit_bound, scale, 0, prune.bound, prune.log_eps)[1]
+    q, k, w, beta, log_decay = (x[name] for name in ("q", "k", "w", "beta", "log_decay"))
+    options = AttentionOptions(scale, prune, logit_bound=logit_bound).of_op(q.shape[3])
+    start = row_gates(PathOperands(q, k, k, w, beta, log_decay, None, None, options)).first_computed
     assert start is not None
     return start
 
