@@ -273,11 +273,13 @@ def test_one_kernel_makes_all_gradients_of_a_block(monkeypatch: pytest.MonkeyPat
     d = tr.Leaves(
         *(torch.randn_like(t) for t in blocks.block_level(*x, kept)._replace(m=x[0].new_empty(1, 3, G, 40, 40)))
     )
+    exact = dense.block_level_backward(*(t.double() for t in x), doubled(d))
     one_by_one = blocks_backward.block_level_backward(*x, d, kept)
     monkeypatch.setattr(blocks_backward, "block_backward_at_once", lambda *_: True)
     monkeypatch.setattr(blocks_backward, "path_product_bwd_kernel", None)
-    for got, want in zip(blocks_backward.block_level_backward(*x, d, kept), one_by_one, strict=True):
-        torch.testing.assert_close(got, want)
+    at_once = blocks_backward.block_level_backward(*x, d, kept)
+    for name, a, b, c in zip("qkwb", exact, at_once, one_by_one, strict=True):
+        within(f"d{name}", a, b, c, dtype)  # sums in another order: no closer to each other than to the exact ones
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
