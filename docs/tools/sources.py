@@ -22,7 +22,7 @@ FOLDERS = (
     "docs/results",
     "tests",
 )
-ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "pyproject.toml")
+ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/results/packages.txt", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
 PAGES = ("index.md", "both_sides.md", "forgetting.md")  # of these folders, that are pages of the site
 LINK = re.compile(r"(?<=\]\()\.\.?/[^)#]+")
