@@ -253,7 +253,7 @@ def test_steps_of_hgrn2_equal_its_whole():
 
 def test_extreme_logits_close_and_open_the_bounded_gate():
     attn = bounded(2).blocks[1].attention
-    stream = attn._stream(torch.zeros(1, 1, 16), None, None)
+    stream = attn._stream(torch.zeros(1, 1, 16), None, None, None)[0]
     z = torch.tensor([-1e4, -200.0, -60.0, 60.0, 1e4]).double()[None, :, None, None].repeat(1, 1, 2, 8).requires_grad_()
     gate, _ = attn.gate(torch.zeros(1, 5, 16), z, stream)
     low = attn.gate.shared[0]()[1].view(2, 8)
