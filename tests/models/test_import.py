@@ -275,7 +275,8 @@ def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_do
     assert ours.tied
     assert not caplog.records
     ours, expected = saved({**state, "lm_head.weight": head + torch.randn_like(head)})
-    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-4)
+    if not old:  # which drops the file's head
+        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-4)
     assert not ours.tied
     assert not ours.config.tie_embeddings
     assert ["config.json says that the head is the embedding, but the file's is another" in r.getMessage()
