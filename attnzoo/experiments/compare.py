@@ -29,6 +29,7 @@ from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
 from attnzoo.registry import get
 from attnzoo.settings import names_key, read_settings, read_yaml
 from attnzoo.terminal import print_table
@@ -40,11 +41,11 @@ from attnzoo.training.checkpoint import (
     read_progress,
     usable_checkpoint,
 )
-from attnzoo.training.config import check_folder_name
+from attnzoo.training.config import TrainConfig, check_folder_name
 from attnzoo.training.digests import MODEL
 from attnzoo.training.exchange import is_bytes
 from attnzoo.training.metrics import rows_until
-from attnzoo.training.recipe import ModelConfig, TrainConfig, to_yaml
+from attnzoo.training.recipe import to_yaml
 
 ENTRY_KEYS = ("name", "label", "options", "group")
 OWN = ("train.model.attention", "train.output_dir")

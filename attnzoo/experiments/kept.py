@@ -21,7 +21,8 @@ from attnzoo.experiments.probes import Probe
 from attnzoo.files import parse_json
 from attnzoo.training import newest_checkpoint
 from attnzoo.training.checkpoint import identity
-from attnzoo.training.recipe import TrainConfig, load_config, to_yaml
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.recipe import load_config, to_yaml
 
 MEASURED = "measured.json"
 

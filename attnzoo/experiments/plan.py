@@ -11,7 +11,8 @@ from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least
 from attnzoo.experiments.experiment import Arm, Experiment, find_size, rate_in_words
 from attnzoo.settings import names_key, read_settings
-from attnzoo.training.recipe import TrainConfig, load_config
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.recipe import load_config
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")

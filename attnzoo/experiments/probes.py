@@ -18,8 +18,8 @@ from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
+from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
-from attnzoo.training.recipe import TrainConfig
 
 ROWS_SEED = 1000  # of the rows that are asked: no run validates on them
 

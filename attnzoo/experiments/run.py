@@ -41,7 +41,8 @@ from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
-from attnzoo.training.recipe import TrainConfig, to_yaml
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.recipe import to_yaml
 from attnzoo.training.throughput import Operations
 
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to

@@ -20,11 +20,12 @@ from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.sources import BYTES, is_text
 from attnzoo.data.tokenizer import FILES, byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files, unadorned
 from attnzoo.files import damaged_name, json_object, whole_folder
+from attnzoo.models.config import ModelConfig
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS
 from attnzoo.training.forgetting import config_now
-from attnzoo.training.recipe import ModelConfig, load_config, to_yaml
+from attnzoo.training.recipe import load_config, to_yaml
 from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:

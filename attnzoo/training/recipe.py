@@ -17,26 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
-from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
-from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.settings import read_yaml, write_yaml
-from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig, TrainConfig
+from attnzoo.training.config import TrainConfig
 
-__all__ = [
-    "DataConfig",
-    "Extension",
-    "ForgettingConfig",
-    "LayerSpec",
-    "ModelConfig",
-    "OptimizerConfig",
-    "TrainConfig",
-    "WeightedSource",
-    "config_differences",
-    "load_config",
-    "save_config",
-    "to_yaml",
-]
 T = TypeVar("T")
 KINDS = {  # of values that a file can hold
     bool: "true or false",

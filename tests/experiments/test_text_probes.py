@@ -14,7 +14,8 @@ from attnzoo.experiments.probes import Loss, Subject
 from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
-from attnzoo.training.recipe import TrainConfig, load_config
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.recipe import load_config
 
 
 class Copier(nn.Module):
