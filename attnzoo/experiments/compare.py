@@ -43,9 +43,9 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import TrainConfig, check_folder_name
 from attnzoo.training.digests import MODEL
-from attnzoo.training.exchange import is_bytes
 from attnzoo.training.metrics import rows_until
 from attnzoo.training.recipe import to_yaml
+from attnzoo.training.start import is_bytes
 
 ENTRY_KEYS = ("name", "label", "options", "group")
 OWN = ("train.model.attention", "train.output_dir")

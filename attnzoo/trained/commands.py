@@ -180,7 +180,7 @@ def export(run: Path, folder: Path) -> None:
 
     `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
     """
-    from attnzoo.training.exchange import export_run
+    from attnzoo.trained.exchange import export_run
 
     click.echo(f"model: {export_run(run, folder)}")
 
@@ -200,7 +200,7 @@ def import_(source: Path, folder: Path, dtype: str | None) -> None:
     """
     import torch
 
-    from attnzoo.training.exchange import import_model
+    from attnzoo.trained.exchange import import_model
 
     for note in import_model(source, folder, getattr(torch, dtype) if dtype else None):
         click.echo(note)

@@ -23,7 +23,7 @@ from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.request import Request
 from attnzoo.trained.model import ends_of, of_folder
 from attnzoo.training.checkpoint import load_run
-from attnzoo.training.exchange import learned_bytes, tokenizer_of
+from attnzoo.training.start import learned_bytes, tokenizer_of
 
 
 @dataclass(frozen=True)

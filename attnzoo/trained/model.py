@@ -28,8 +28,8 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL
-from attnzoo.training.exchange import is_bytes, learned_bytes, start_from, tokenizer_of
 from attnzoo.training.model import new_model
+from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 
 LONG = 2**24  # tokens that are read of a text
 

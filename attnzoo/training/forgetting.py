@@ -164,7 +164,7 @@ def with_forgetting(source: TrainConfig | ModelConfig, options: Mapping[str, Any
 
     Args:
         source: a run's, or a model's. A run's weights are gone on from (``start_from``) in a folder beside its own; a
-            recipe that has not been run starts from where it did. (:func:`attnzoo.training.exchange.recipe_of` reads
+            recipe that has not been run starts from where it did. (:func:`attnzoo.trained.exchange.recipe_of` reads
             it from the folder of a run or of a model.)
         options: of :class:`~attnzoo.forgetting.rules.Forgetting`.
 

@@ -32,7 +32,6 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.exchange import keep_tokenizer, start_from, weights_for
 from attnzoo.training.forgetting import check_forgetting
 from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
@@ -40,6 +39,7 @@ from attnzoo.training.model import new_model
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
 from attnzoo.training.sharding import prepare
+from attnzoo.training.start import keep_tokenizer, start_from, weights_for
 from attnzoo.training.steps import Run
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
 from attnzoo.forms.backends import fla
 from attnzoo.models import LanguageModel
-from attnzoo.training.exchange import start_from
+from attnzoo.training.start import start_from
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "benchmarks/results"

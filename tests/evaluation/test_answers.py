@@ -145,7 +145,7 @@ def test_model_of_texts_is_asked_no_task(run):
 
 def test_exported_model_says_what_its_run_says(run, tmp_path):
     pytest.importorskip("transformers")
-    from attnzoo.training.exchange import export_run
+    from attnzoo.trained.exchange import export_run
 
     folder = export_run(run, tmp_path / "folder")
     ((_, there),) = evaluate(folder, [("flip_flop", {"p_ignore": 0.5})], [16], rows=5)

@@ -294,7 +294,7 @@ def test_model_folders_are_measured_as_their_runs_are_others_too(run, tmp_path):
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from attnzoo.training.exchange import export_run
+    from attnzoo.trained.exchange import export_run
 
     text = str(run.parent / "text.txt")
     folder = export_run(run, tmp_path / "folder")

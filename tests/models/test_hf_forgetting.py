@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from tiny_runs import config_of, write_text
 
 from attnzoo.models.hf import AttnzooForCausalLM
+from attnzoo.trained.exchange import recipe_of
 from attnzoo.training import load_run, train
-from attnzoo.training.exchange import recipe_of
 from attnzoo.training.forgetting import networks, with_forgetting
 
 OPTIONS = {"forgetting": {"window": 3, "width": 4, "network": "pair"}}

@@ -20,8 +20,9 @@ from attnzoo.data.config import DataConfig
 from attnzoo.data.tokenizer import byte_tokenizer, special_tokens, tokenizer_files
 from attnzoo.models import LanguageModel
 from attnzoo.trained.continuation import load_text_model
+from attnzoo.trained.exchange import recipe_of
 from attnzoo.trained.model import load_subject, of_folder
-from attnzoo.training.exchange import recipe_of, start_from
+from attnzoo.training.start import start_from
 
 LONG = "[" * 200_000
 

@@ -12,8 +12,10 @@ from attnzoo.config import DataConfig, ModelConfig, load_config
 from attnzoo.data.sources import decode, encode
 from attnzoo.data.tokenizer import parse_tokenizer, tokenize
 from attnzoo.models import LanguageModel
+from attnzoo.trained import exchange
 from attnzoo.trained.model import load_subject
-from attnzoo.training import exchange, load_run, train
+from attnzoo.training import load_run, train
+from attnzoo.training.start import start_from
 
 transformers = pytest.importorskip("transformers")
 
@@ -160,7 +162,7 @@ def test_another_variant_starts_from_what_both_have(run, tmp_path, caplog):
     theirs = before.blocks[1].attention.gate.forget_proj
     torch.testing.assert_close(swapped.blocks[1].attention.gate.members[1].forget_proj.weight, theirs.weight)
     back = LanguageModel(replace(before.config, attention=["mamba2", "fox"]))
-    exchange.start_from(back, str(swapped_run), DataConfig(source=str(tmp_path / "text.txt")))
+    start_from(back, str(swapped_run), DataConfig(source=str(tmp_path / "text.txt")))
     torch.testing.assert_close(back.blocks[1].attention.gate.forget_proj.weight, theirs.weight)
 
 
@@ -169,7 +171,7 @@ def test_what_two_projections_of_a_gate_call_alike_starts_anew(tmp_path, caplog)
     one = LanguageModel(ModelConfig("fox", {"gate": "softplus"}, **sizes))
     two = LanguageModel(ModelConfig("gated_wall", {"gate": ["channel_softplus", "softplus"]}, **sizes))
     AttnzooForCausalLM.of(one).save_pretrained(tmp_path)
-    exchange.start_from(two, str(tmp_path), DataConfig())
+    start_from(two, str(tmp_path), DataConfig())
     (line,) = [record.getMessage() for record in caplog.records if "starting anew" in record.getMessage()]
     assert "gate.members.*.log_a" in line.partition("left there")[0]
     assert torch.equal(two.blocks[0].attention.gate.members[1].dt_bias, one.blocks[0].attention.gate.dt_bias)
@@ -180,7 +182,7 @@ def test_a_head_starts_as_the_embedding_that_it_was(run, tmp_path):
     source, _ = load_run(train(load_config(None, [*SMALL, *data])))
     for tied in (True, False):
         model = LanguageModel(replace(source.config, tie_embeddings=tied))
-        exchange.start_from(model, str(tmp_path / "tied"), DataConfig())
+        start_from(model, str(tmp_path / "tied"), DataConfig())
         assert torch.equal(model.embedding.weight, source.embedding.weight)
         assert torch.equal(model.head.weight, source.embedding.weight)
 
@@ -189,7 +191,7 @@ def test_a_head_of_its_own_is_not_taken_for_the_embedding(run, folder):
     model = LanguageModel(replace(load_run(run)[0].config, tie_embeddings=True))
     for source in (run, folder):
         with pytest.raises(ValueError, match=r"start_from: the head of .* is not its embedding, .*tie_embeddings"):
-            exchange.start_from(model, str(source), DataConfig())
+            start_from(model, str(source), DataConfig())
 
 
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path, caplog):

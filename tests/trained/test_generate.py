@@ -19,8 +19,9 @@ from attnzoo.data.tokenizer import byte_tokenizer, byte_tokens, text_of_bytes
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
+from attnzoo.trained import exchange
 from attnzoo.trained.continuation import Continuation, load_text_model
-from attnzoo.training import exchange, load_run, train
+from attnzoo.training import load_run, train
 
 PROMPT = "7 and one is"
 

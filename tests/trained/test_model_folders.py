@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tokenizer import byte_tokenizer
 from attnzoo.trained.model import load_subject
-from attnzoo.training.exchange import start_from
+from attnzoo.training.start import start_from
 
 
 def test_a_head_that_is_missing_is_not_the_embedding(tmp_path):

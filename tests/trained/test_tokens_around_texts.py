@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 
 from attnzoo.data.tokenizer import opening, parse_tokenizer, tokenize, unadorned  # noqa: E402
 from attnzoo.trained.continuation import load_text_model  # noqa: E402
+from attnzoo.trained.exchange import export_run  # noqa: E402
 from attnzoo.trained.model import held_out_text, load_subject  # noqa: E402
-from attnzoo.training.exchange import export_run  # noqa: E402
 
 WORDS = ["<s>", "</s>", "the", "cat", "sat", "on", "mat", "The", "secret", "number", "is", "What", "Answer"]
 WORDS += [str(n) for n in range(10)] + list(".?:")

@@ -9,8 +9,8 @@ from attnzoo.data import build_data
 from attnzoo.experiments.compare import EvaluateConfig, Run, measure
 from attnzoo.trained.continuation import load_text_model
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.exchange import start_from
 from attnzoo.training.model import new_model
+from attnzoo.training.start import start_from
 
 PURE = "mixed_precision=pure_bf16"
 LAYERS = (

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from attnzoo.config import ForgettingConfig, ModelConfig
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.models import LanguageModel
+from attnzoo.trained.exchange import export_run
 from attnzoo.trained.model import of_folder
 from attnzoo.training import load_run, read_metrics, train
-from attnzoo.training.exchange import export_run
 from attnzoo.training.forgetting import extra_loss, networks, phase, set_phase, with_forgetting
 
 FORGETS = (

@@ -294,8 +294,9 @@ def test_a_sharded_run_is_exported_and_started_from(runs, tmp_path):
     import torch
 
     import attnzoo  # noqa: F401  # registers the model's class
+    from attnzoo.trained.exchange import export_run
     from attnzoo.training import load_run
-    from attnzoo.training.exchange import export_run, start_from
+    from attnzoo.training.start import start_from
 
     model, config = load_run(runs / "parts")
     exported = transformers.AutoModelForCausalLM.from_pretrained(export_run(runs / "parts", tmp_path / "model"))
