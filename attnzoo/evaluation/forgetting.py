@@ -29,15 +29,14 @@ from attnzoo.algebra.pruning import negligible
 from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import unknown
 from attnzoo.evaluation.losses import Array, token_losses
+from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, least
 from attnzoo.forgetting.student import remembered_of, retention_of
 from attnzoo.forgetting.target import log_of_nothing, pooled
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import Call, FormSet
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.forgetting import Forget
-from attnzoo.registry import Variant
 
 RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
 BY_ATTENTION = ("h2o", "snapkv")
@@ -183,9 +182,9 @@ class Limited(nn.Module):
         self.late: list[float] = []
         self.last: Tensor | None = None
 
-    def run(self, variant: Variant, form: str, call: Call, policy: Any = None) -> tuple[Tensor, None]:
-        """The layer's core, as :meth:`attnzoo.layer.forgetting.Forget.run`."""
-        given, forms = call.options, variant.form_set
+    def run(self, forms: FormSet, teacher: Any, call: Call, policy: Any = None) -> tuple[Tensor, None]:
+        """The layer's core, as :meth:`attnzoo.forgetting.network.ForgetNetwork.run`."""
+        given = call.options
         assert isinstance(forms, SoftmaxForms)
         placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
         panels = Logits(forms, call.q, call.k, call.gate, **placed)
@@ -213,7 +212,7 @@ class Limited(nn.Module):
         if self.rule in OF_NETWORKS:
             scores, window = self._retention(call, panels)
             if self.rule == "forgets":
-                assert isinstance(self.network, Forget)
+                assert isinstance(self.network, ForgetNetwork)
                 return (scores >= self.network.options.threshold) & _visible(a, G)
         if self.rule == "utility":
             scores = needed(a, call.v)
@@ -221,7 +220,7 @@ class Limited(nn.Module):
 
     def _retention(self, call: Call, panels: Logits) -> tuple[Tensor, int]:
         network = self.network
-        if not isinstance(network, Forget):
+        if not isinstance(network, ForgetNetwork):
             raise ValueError(f"rule: expected a layer that forgets for {self.rule!r}, got one without forgetting")
         join, found = network.join(network.of_keys(call.k, call.v), network.of_rows(call.q)), []
         for start, stop in panels.panels():

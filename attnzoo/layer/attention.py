@@ -15,6 +15,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
 from attnzoo.forgetting.cache import Policy
+from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.rules import Forgetting, room
 from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.factors import outputs, sub_tokens
@@ -24,6 +25,7 @@ from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import (
     check_cache,
+    check_forgetting,
     check_hidden,
     check_keeps,
     check_layer,
@@ -33,7 +35,6 @@ from attnzoo.layer.checks import (
 )
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, run
-from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
@@ -126,7 +127,7 @@ class Attention(PreciseModule):
         self.register_buffer("angle", None)
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
-        self.forget = None if forgetting is None else Forget(forgetting, config)
+        self.forget = None if forgetting is None else ForgetNetwork(forgetting, G, K, V, config.window)
         self.picked: str | None = None  # the form that served the last call, and the device
         # decided here, as no call changes it
         self._heads = ((q_heads, K), (k_rows, K), (v_rows, V))
@@ -293,7 +294,9 @@ class Attention(PreciseModule):
         if self.forget is None:
             o, state = run(self.variant, form, call, checked=not self._makes_all())
         else:
-            o, state = self.forget.run(self.variant, form, call, None if cache is None else self._policy(cache, call))
+            teacher = self.variant.forms["parallel" if form == REFERENCE else form]
+            policy = None if cache is None else self._policy(cache, call)
+            o, state = self.forget.run(self.variant.form_set, teacher, call, policy)
         if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
             state = replace(state, tokens=len(state) - stream.shape[1] * (self.keys_per_token - 1))
         return o, state

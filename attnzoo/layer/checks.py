@@ -14,6 +14,7 @@ from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import KINDS, UnavailableError
 from attnzoo.forgetting.rules import Forgetting, room
+from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import checked_factors
@@ -59,6 +60,26 @@ def check_layer(
         if given != none and variant.side == "linear":
             why = f"{variant.name!r} sums past tokens in one state, without a softmax"
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
+
+
+def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
+    """Whether a layer can forget.
+
+    Raises:
+        TypeError: not a :class:`~attnzoo.forgetting.rules.Forgetting`.
+        ValueError: the linear side, another library's forms, or an option that the student has no form of.
+    """
+    if not isinstance(forgetting, Forgetting):
+        raise TypeError(f"forgetting: expected attnzoo.Forgetting(...) or None, got {forgetting!r}")
+    if variant.side == "linear":
+        why = f"{variant.name!r} is the linear side: its state is a sum, from which no key can be dropped"
+        raise ValueError(f"forgetting: {why} (its dual {variant.dual.name!r} can forget)")
+    if not isinstance(variant.form_set, SoftmaxForms):
+        raise ValueError(f"forgetting: expected a variant whose FORMS are SoftmaxForms, got {variant.name!r}")
+    if pruned:
+        raise ValueError("acp: expected False with forgetting, whose student has no pruned form")
+    if impl not in ("auto", "reference"):
+        raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (the student has no kernel): {impl!r}")
 
 
 def check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:

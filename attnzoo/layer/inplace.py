@@ -71,7 +71,7 @@ class FixedCache:
         if layer.forget is None:
             memory = in_place(like.state, rows, tokens, device, paged)
         else:
-            memory = layer.forget.in_place(layer.variant, like.state, rows, tokens, device)
+            memory = layer.forget.in_place(layer.variant.form_set, like.state, rows, tokens, device)
         if layer.impl == "triton" and memory.plain:
             raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
         windows = {

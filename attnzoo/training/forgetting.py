@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.rules import Forgetting
-from attnzoo.layer.forgetting import Forget
 from attnzoo.models.config import ModelConfig
 from attnzoo.registry import get
 from attnzoo.training.config import ForgettingConfig, TrainConfig
@@ -53,12 +53,12 @@ def phase(step: int, config: ForgettingConfig, options: Forgetting, layer: int =
     return Phase(blend, temperature, config.distillation * (1 - done))
 
 
-def networks(model: nn.Module) -> list[Forget]:
+def networks(model: nn.Module) -> list[ForgetNetwork]:
     """The forget networks of a model, from its first layer to its last."""
-    return [module for module in model.modules() if isinstance(module, Forget)]
+    return [module for module in model.modules() if isinstance(module, ForgetNetwork)]
 
 
-def set_phase(found: Sequence[Forget], config: ForgettingConfig, step: int) -> None:
+def set_phase(found: Sequence[ForgetNetwork], config: ForgettingConfig, step: int) -> None:
     """Put each layer of a model, by its network, where it stands at a step; for one forward pass."""
     for number, network in enumerate(found):
         now = phase(step, config, network.options, number, len(found))
@@ -93,14 +93,14 @@ class Extra:
     row: dict[str, Any]
 
 
-def taught(rows: Rows, network: Forget) -> int:
+def taught(rows: Rows, network: ForgetNetwork) -> int:
     """How many pairs of these rows L_r is a mean over: those older than the remember window, in each head."""
     young = network.options.window if network.window is None else min(network.options.window, network.window)
     return rows.pairs(network.window) - rows.pairs(young)
 
 
 def extra_loss(
-    found: Sequence[Forget], config: ForgettingConfig, step: int, weights: Tensor | None = None
+    found: Sequence[ForgetNetwork], config: ForgettingConfig, step: int, weights: Tensor | None = None
 ) -> Extra | None:
     """Section 2.4's total loss without the task's, of a model with these networks; None where no layer forgets.
 

@@ -15,8 +15,8 @@ import attnzoo.forgetting.student as forms
 import attnzoo.forgetting.target as forgetting_goal
 from attnzoo import Prune, build_attention
 from attnzoo.forgetting import rules as dense
+from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.rules import Forgetting
-from attnzoo.layer.forgetting import Forget
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
@@ -177,7 +177,7 @@ def test_a_hybrid_model_forgets_where_its_config_says():
 
 def test_the_network_is_precise_and_initialised_anew():
     attn = build_attention("fox", hidden_size=D, num_heads=4, forgetting=Forgetting(network="pair"))
-    assert isinstance(attn.forget, Forget)
+    assert isinstance(attn.forget, ForgetNetwork)
     half = attn.to(torch.bfloat16)
     assert {x.dtype for x in half.forget.parameters()} == {torch.float32}
     before = {name: x.clone() for name, x in half.forget.named_parameters()}

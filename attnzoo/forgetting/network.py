@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,39 +21,16 @@ from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_at
 from attnzoo.forms.caches.inplace import Rows
 from attnzoo.forms.caches.pages.present_tokens import LastRows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
-from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.forms.protocol import Call, FormSet
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.modules import softplus
 from attnzoo.precision import PreciseModule, fill, wide
-from attnzoo.registry import Variant
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
 REMEMBERS = 3.0  # logit of retention at first, at age 0
 DECAYS = -5.0  # softplus(-5) = 0.007: half forgotten after 100 tokens
 FADES = 0.54  # softplus(0.54) = 1, what retention's logit loses at first while the logarithm of the age grows by 1; a
 # slow fade would leave the order of the keys to what the network makes of them before it has learnt what age means
-
-
-def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
-    """Whether a layer can forget.
-
-    Raises:
-        TypeError: not a :class:`~attnzoo.forgetting.rules.Forgetting`.
-        ValueError: the linear side, another library's forms, or an option that the student has no form of.
-    """
-    if not isinstance(forgetting, Forgetting):
-        raise TypeError(f"forgetting: expected attnzoo.Forgetting(...) or None, got {forgetting!r}")
-    if variant.side == "linear":
-        why = f"{variant.name!r} is the linear side: its state is a sum, from which no key can be dropped"
-        raise ValueError(f"forgetting: {why} (its dual {variant.dual.name!r} can forget)")
-    if not isinstance(variant.form_set, SoftmaxForms):
-        raise ValueError(f"forgetting: expected a variant whose FORMS are SoftmaxForms, got {variant.name!r}")
-    if pruned:
-        raise ValueError("acp: expected False with forgetting, whose student has no pruned form")
-    if impl not in ("auto", "reference"):
-        raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (the student has no kernel): {impl!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +48,7 @@ class ForgettingTerms:
     kept: Tensor
 
 
-class Forget(PreciseModule):
+class ForgetNetwork(PreciseModule):
     """A layer's forget network, shared by its heads but for a bias per key head; in at least float32.
 
     The features of a key are the directions of k and v and the logarithms of their lengths; those of a query the
@@ -79,10 +57,12 @@ class Forget(PreciseModule):
 
     Args:
         options: see :class:`~attnzoo.forgetting.rules.Forgetting`.
-        config: of the layer.
+        heads: G, key heads of the layer.
+        key_dim: K, channels of a key.
+        value_dim: V, channels of a value.
+        window: tokens that a row of the layer sees; None for all.
 
     Attributes:
-        window: tokens that a row of the layer sees; None for all.
         blend: lambda now; a training run's schedule sets it before a step.
         temperature: tau now, likewise.
         distils: whether a training step computes L_r, likewise.
@@ -101,11 +81,12 @@ class Forget(PreciseModule):
     bias: Tensor
     shares: Tensor
 
-    def __init__(self, options: Forgetting, config: AttentionConfig) -> None:
+    def __init__(
+        self, options: Forgetting, heads: int, key_dim: int, value_dim: int, window: int | None = None
+    ) -> None:
         super().__init__()
-        G, K, V, W = config.kv_heads, config.key_dim, config.v_dim, options.width
-        self.options, self.heads = options, G
-        self.window: int | None = config.window
+        G, K, V, W = heads, key_dim, value_dim, options.width
+        self.options, self.heads, self.window = options, heads, window
         self.blend, self.temperature, self.distils = options.blend, options.temperature, True
         self.collects, self.terms = True, cast(ForgettingTerms | None, None)
         shapes = {"key": (W, K + V + 2), "offset": (W,)}
@@ -155,7 +136,7 @@ class Forget(PreciseModule):
         if self.options.of_pairs:
             return keys
         hidden = F.silu(keys)
-        fade = softplus(hidden @ self.fade + self.fade_bias[:, None])
+        fade = -F.logsigmoid(-(hidden @ self.fade + self.fade_bias[:, None]))  # softplus, as torch compiles it
         if self.options.network == "decay":
             return fade[..., None]
         return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)
@@ -178,7 +159,7 @@ class Forget(PreciseModule):
 
     @untraced  # lambda and tau are other numbers at every step, and the terms of the loss are left in the layer
     def run(
-        self, variant: Variant, form: str, call: Call, policy: Policy | None = None
+        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None = None
     ) -> tuple[Tensor, ForgettingCache | None]:
         """What the layer's core gives, ``[B, T, H, V]``, and the state after it where one is kept.
 
@@ -186,6 +167,9 @@ class Forget(PreciseModule):
         keys are forgotten for good (section 3).
 
         Args:
+            forms: of the layer's variant.
+            teacher: the one of them that reads whole sequences, and all their keys.
+            call: of the core.
             policy: by what a cache gives up keys.
 
         Raises:
@@ -193,19 +177,19 @@ class Forget(PreciseModule):
         """
         valid = call.options.get("valid")
         if valid is None:
-            return self._run(variant, form, call, policy)
+            return self._run(forms, teacher, call, policy)
         last = LastRows.of(valid, *valid.shape)  # what runs along the rows of a panel counts none between tokens
         q, k, v = (last.take(x) for x in (call.q, call.k, call.v))
         gate = call.gate.map(lambda part: part if part.ndim == 1 else last.take(part))
         options = {**call.options, "valid": last.take(valid)}
-        o, state = self._run(variant, form, replace(call, q=q, k=k, v=v, gate=gate, options=options), policy)
+        o, state = self._run(forms, teacher, replace(call, q=q, k=k, v=v, gate=gate, options=options), policy)
         return last.put(o), state
 
     def _run(
-        self, variant: Variant, form: str, call: Call, policy: Policy | None
+        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None
     ) -> tuple[Tensor, ForgettingCache | None]:
         """:meth:`run` for tokens of which those that exist stand last."""
-        forms, given = variant.form_set, call.options
+        given = call.options
         assert isinstance(forms, SoftmaxForms)
         if policy is not None:
             if self.blend != 1:
@@ -224,26 +208,25 @@ class Forget(PreciseModule):
                 retention = self.join(self.of_keys(call.k, call.v), self.of_rows(call.q))
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         with torch.no_grad():
-            whole = variant.forms["parallel" if form == REFERENCE else form]
-            teacher, lse = whole(call.q, call.k, call.v, call.gate, **given, return_lse=True)
+            taught, lse = teacher(call.q, call.k, call.v, call.gate, **given, return_lse=True)
         learns = self.training and torch.is_grad_enabled()
         with as_given(call.q):
             found: Forgotten = forgetful_attention(
                 Logits(forms, call.q, call.k, call.gate, **placed), call.v, lse,
                 self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
-                teacher=teacher if learns and self.distils else None, sink=given.get("sink"),
+                teacher=taught if learns and self.distils else None, sink=given.get("sink"),
                 shares=self.budget_shares(), losses=learns,
             )  # fmt: skip
         if self.collects and found.budget is not None and found.kept is not None:
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
-        return blended(teacher, found.o, self.blend), None
+        return blended(taught, found.o, self.blend), None
 
     def in_place(
-        self, variant: Variant, state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str
+        self, forms: FormSet, state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str
     ) -> ForgettingMemory:
         """The memory of steps that change it in place; see :meth:`attnzoo.forms.softmax.SoftmaxForms.in_place`."""
-        assert isinstance(variant.form_set, SoftmaxForms)
-        return ForgettingMemory.like(state, rows, tokens, device, variant.form_set, self.network())
+        assert isinstance(forms, SoftmaxForms)
+        return ForgettingMemory.like(state, rows, tokens, device, forms, self.network())
 
     def extra_repr(self) -> str:
         return f"{self.options}, blend={self.blend:g}, temperature={self.temperature:g}"
@@ -277,7 +260,7 @@ class _OfPairs:
     """An MLP on the sum of what keys, queries and pairs say, or a dot product of the first two beside the third; what
     they say is beside ``-log(1 + age)``, with which retention falls at first."""
 
-    network: Forget
+    network: ForgetNetwork
     keys: Tensor  # [B, G, T, W]
     rows: Tensor  # [B, G, T, W + 1], the last of them the bias
 
