@@ -4,7 +4,7 @@ import torch
 from layers import rows
 
 from attnzoo.config import ModelConfig
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, list_variants
@@ -43,7 +43,7 @@ def alone(model, prompt, new):
 @torch.no_grad()
 def filled(attn, lengths, tokens, paged=None):
     """A cache of a batch whose rows have seen so many tokens (0: idle), and those of its sequences alone."""
-    like, batch, caches = attn.new_cache(), Rows.idle(len(lengths)), []
+    like, batch, caches = attn.new_cache(), BatchRows.idle(len(lengths)), []
     attn(rows(1, 1), cache=like)
     fixed = FixedCache.of(attn, like, batch, tokens, paged=paged)
     for row, T in enumerate(lengths):

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
-from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.run import run_experiment
 
 OWN = """
@@ -49,5 +49,5 @@ def write_own():
 
 
 def start(name, minutes=None, only=(), **options):
-    plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
+    plan = Schedule(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
     return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)

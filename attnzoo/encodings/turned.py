@@ -24,7 +24,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.backends.fox_path import whole_path
 from attnzoo.forms.backends.rotation import turn, turn_for_cache
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions, existing
@@ -63,7 +63,7 @@ def turned(kernel: Kernel) -> Kernel:
         values = after.v if heads == given else after.v[:, :, :: heads // given]
         return o, replace(after, k=rotate(after.k, -phase), v=values)
 
-    def in_place(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
+    def in_place(state: KVCache, rows: BatchRows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
         if state.k.shape[2] != state.v.shape[2] or kernel.in_place is None:
             return None
         memory: CarriedMemory | None = kernel.in_place(state, rows, tokens, device)

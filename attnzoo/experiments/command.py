@@ -89,7 +89,7 @@ def run(
 
     from attnzoo.experiments.experiment import find, find_size
     from attnzoo.experiments.outcome import load_outcome
-    from attnzoo.experiments.plan import Plan, device_of
+    from attnzoo.experiments.plan import Schedule, device_of
     from attnzoo.experiments.run import run_experiment
 
     found = find(name)
@@ -104,5 +104,5 @@ def run(
     asked += ["--rates", str(rates)] if rates else []
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
     chosen = {run.arm: run.lr for run in load_outcome(rates).runs} if rates else {}
-    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen)
+    plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

@@ -101,7 +101,7 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run to make: ``key`` names its folder, ``label`` is what a reader sees, beside the others of ``group``."""
 
     key: str
@@ -111,7 +111,7 @@ class Run:
     group: str = ""
 
 
-def plan(config: CompareConfig) -> list[Run]:
+def plan(config: CompareConfig) -> list[PlannedRun]:
     """The runs of a comparison, each with its whole training configuration.
 
     Raises:
@@ -142,7 +142,7 @@ def check_own(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = (
                 raise ValueError(f"{own}: expected none, since each of the variants has its own")
 
 
-def _plan_one(config: CompareConfig, entry: object) -> Run:
+def _plan_one(config: CompareConfig, entry: object) -> PlannedRun:
     if isinstance(entry, str):
         entry = {"name": entry}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
@@ -173,7 +173,7 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         attention_options={**config.train.model.attention_options, **options},
     )
     train_config = replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model)
-    return Run(key, label, variant, train_config, str(entry.get("group") or ""))
+    return PlannedRun(key, label, variant, train_config, str(entry.get("group") or ""))
 
 
 def run_comparison(config: CompareConfig, console: Console, command: str = "", jobs: int = 1) -> Path:
@@ -221,19 +221,19 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     return path
 
 
-def _trained(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
+def _trained(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
     """The result of a run, which is trained and measured unless it is already."""
     torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     train(run.config)
     return _measured(run, evaluate, data, command)
 
 
-def _trained_apart(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
+def _trained_apart(run: PlannedRun, evaluate: EvaluateConfig, command: str) -> RunResult:
     """The same in a process of its own, which maps the data instead of getting a copy."""
     return _trained(run, evaluate, build_data(run.config.data), command)
 
 
-def _measured(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
+def _measured(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
     """The result of a trained run: read when its checkpoint was measured like this before, else measured and saved."""
     run_dir = Path(run.config.output_dir)
     saved, newest = _saved_result(run_dir), newest_checkpoint(run_dir)
@@ -266,7 +266,7 @@ def result_of(run_dir: Path) -> RunResult:
     config = replace(read_config(run_dir), output_dir=str(run_dir))
     key = run_dir.resolve().name
     names = dict.fromkeys(layer.name for layer in config.model.layers())
-    run, evaluate, command = Run(key, key, " + ".join(names), config), EvaluateConfig(), ""
+    run, evaluate, command = PlannedRun(key, key, " + ".join(names), config), EvaluateConfig(), ""
     if saved is not None:
         run = replace(run, label=saved.facts.label, group=saved.facts.group)
         command = saved.facts.command
@@ -345,7 +345,7 @@ def _parts(model: LanguageModel) -> list[str]:
     return [name for name, there in present.items() if there]
 
 
-def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
+def measure(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
     """Evaluate the newest checkpoint of a run that is whole.
 
     Args:

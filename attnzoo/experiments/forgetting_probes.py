@@ -9,7 +9,7 @@ from typing import ClassVar
 from attnzoo.errors import several, unknown
 from attnzoo.evaluation.answers import Guess, measure_guess
 from attnzoo.evaluation.forgetting import OF_NETWORKS, RULES, UNLIMITED, knows, limited, loss_within
-from attnzoo.experiments.probes import Subject, examples_of, wrong_share
+from attnzoo.experiments.probes import Probed, examples_of, wrong_share
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AddedLoss(_Within):
     percent: bool = False
     task: ClassVar[bool] = False
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         if not _measures(subject, self.rule):
             return {}
         windows, T = subject.windows(1.0), subject.config.data.context_length
@@ -77,7 +77,7 @@ class KeysHeld:
         if self.rule not in UNLIMITED:
             raise unknown("rule", self.rule, UNLIMITED, of=f"the probe {self.name!r}")
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         if not _measures(subject, self.rule):
             return {}
         T = subject.config.data.context_length
@@ -100,7 +100,7 @@ class WrongWithin(_Within):
     percent: bool = True
     task: ClassVar[bool] = True
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         if not _measures(subject, self.rule):
             return {}
         found = {}
@@ -109,9 +109,9 @@ class WrongWithin(_Within):
                 found[share] = wrong_share(subject, {}, 1.0)
         return found
 
-    def guess(self, subject: Subject) -> dict[float, Guess]:
+    def guess(self, subject: Probed) -> dict[float, Guess]:
         return dict.fromkeys(self.at, measure_guess(examples_of(subject.config, {}, 1.0), subject.rows))
 
 
-def _measures(subject: Subject, rule: str) -> bool:
+def _measures(subject: Probed, rule: str) -> bool:
     return knows(subject.model, rule) and (rule in OF_NETWORKS or not subject.config.forgetting.alone)

@@ -16,7 +16,7 @@ from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size
 from attnzoo.experiments.outcome import Trained, chosen, from_json
-from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import parse_json
 from attnzoo.training import newest_checkpoint
@@ -27,7 +27,7 @@ from attnzoo.training.recipe import load_config, to_yaml
 MEASURED = "measured.json"
 
 
-def finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Trained], list[Trained]]:
+def finished(plan: Schedule, experiment: Experiment, arm: Arm) -> tuple[list[Trained], list[Trained]]:
     """What the folder holds of an arm: the runs that tried a learning rate, and if those are all there, the measured
     ones."""
     rates = plan.grid(experiment, arm)
@@ -38,7 +38,7 @@ def finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Trained
     return [replace(run, values={}, guesses={}) for run in tried], [run for run in runs if run.note or run.values]
 
 
-def tried_of(plan: Plan, experiment: Experiment, arm: Arm) -> list[Trained]:
+def tried_of(plan: Schedule, experiment: Experiment, arm: Arm) -> list[Trained]:
     """The runs in the folder that tried a learning rate of an arm, by rate: of its grid, and of the search beyond."""
     rates, found = list(plan.grid(experiment, arm)), list[Trained]()
     tries = len(rates) > 1
@@ -51,7 +51,7 @@ def tried_of(plan: Plan, experiment: Experiment, arm: Arm) -> list[Trained]:
     return sorted(found, key=lambda run: run.lr)
 
 
-def untried(plan: Plan, experiment: Experiment, arm: Arm) -> list[float]:
+def untried(plan: Schedule, experiment: Experiment, arm: Arm) -> list[float]:
     """The learning rates to try of an arm before its best is known: those of its grid, then one of the search."""
     tried = tried_of(plan, experiment, arm)
     missing = [lr for lr in plan.grid(experiment, arm) if lr not in [run.lr for run in tried]]
@@ -75,7 +75,9 @@ def further(tried: Sequence[Trained]) -> float | None:
     return min(x for x in steps if x > best * 1.001) if up else max(x for x in steps if x < best * 0.999)
 
 
-def place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False) -> tuple[Path, str]:
+def place(
+    plan: Schedule, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False
+) -> tuple[Path, str]:
     """The folder of a run, and the key of what is to be measured of it."""
     config = plan.config(experiment, arm, lr, seed, tries)
     key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
@@ -85,7 +87,7 @@ def place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, tr
     return Path(config.output_dir), key
 
 
-def place_before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> tuple[Path, str]:
+def place_before(plan: Schedule, experiment: Experiment, arm: Arm, seed: int) -> tuple[Path, str]:
     """The same of the run whose weights an arm's run starts from."""
     before = experiment.arm(arm.after)
     return place(plan, experiment, before, plan.grid(experiment, before)[0], seed)

@@ -19,7 +19,7 @@ OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "mo
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What is run.
 
     Args:

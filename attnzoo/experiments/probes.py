@@ -25,7 +25,7 @@ ROWS_SEED = 1000  # of the rows that are asked: no run validates on them
 
 
 @dataclass(frozen=True)
-class Subject:
+class Probed:
     """A trained run.
 
     Args:
@@ -80,7 +80,7 @@ class Probe(Protocol):
     @property
     def percent(self) -> bool: ...
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         """A number for each place; none where the model has nothing to measure."""
 
 
@@ -99,10 +99,10 @@ class _Asking:
             if list(examples.task.words) != list(known):
                 raise ValueError(f"expected the {len(known)} tokens of training, got {len(examples.task.words)} others")
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         return {place: wrong_share(subject, *asked) for place, asked in self.asked().items()}
 
-    def guess(self, subject: Subject) -> dict[float, Guess]:
+    def guess(self, subject: Probed) -> dict[float, Guess]:
         return {
             place: measure_guess(examples_of(subject.config, *asked), subject.rows)
             for place, asked in self.asked().items()
@@ -175,7 +175,7 @@ class Loss:
     at: ClassVar[tuple[float, ...]] = (1.0,)
     task: ClassVar[bool] = False
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         return {1.0: float(text_losses(subject, 1.0).mean())}
 
 
@@ -209,7 +209,7 @@ class LossByPlace:
         if not 1 <= self.bands <= T:
             raise ValueError(f"bands: expected 1 to {T}, the tokens of the training context, got {self.bands}")
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         losses = text_losses(subject, self.factor).mean(0)
         context = subject.config.data.context_length
         cuts = [round(end * context) for end in self.at]
@@ -240,7 +240,7 @@ class AddedByLength:
     def longest(self) -> float:
         return self.factor
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         windows, T = subject.windows(self.factor), subject.config.data.context_length
         far, found = token_losses(subject.model, windows), {}
         for at in self.at:
@@ -251,7 +251,7 @@ class AddedByLength:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBlocks:
     """The share of the blocks of a held-out window, of those that causality and a layer's window leave, that pruning
     with the tail bound keeps: the mean over heads and layers.
 
@@ -279,7 +279,7 @@ class Kept:
     def places(self) -> str:
         return "length, in training contexts"
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         found = {}
         for length in self.lengths:
             maps = gate_maps(subject.model, subject.windows(length)[0, :-1], block=self.block)
@@ -304,7 +304,7 @@ class PrunedLoss:
     def longest(self) -> float:
         return self.length
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         if not any(isinstance(x, Attention) and x.variant.prunable for x in subject.model.modules()):
             return {}
         losses = []
@@ -323,13 +323,13 @@ class Speed:
     percent: bool = False
     at: ClassVar[tuple[float, ...]] = (1.0,)
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         return {
             1.0: statistics.median(row["tokens_per_second"] for row in subject.metrics if row["kind"] == "train") / 1e3
         }
 
 
-def wrong_share(subject: Subject, options: Mapping[str, Any], length: float) -> float:
+def wrong_share(subject: Probed, options: Mapping[str, Any], length: float) -> float:
     """The share of a task's answers that are wrong, with these options and rows of so many training contexts."""
     return measure_answers(subject.model, examples_of(subject.config, options, length), subject.rows).error
 
@@ -343,6 +343,6 @@ def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) 
     return Examples(task, round(data.context_length * length), ROWS_SEED, held_out=True)
 
 
-def text_losses(subject: Subject, factor: float) -> Array:
+def text_losses(subject: Probed, factor: float) -> Array:
     """The loss of every token of held-out windows of so many training contexts, ``[N, length]``."""
     return token_losses(subject.model, subject.windows(factor))

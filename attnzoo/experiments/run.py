@@ -31,8 +31,8 @@ from attnzoo.experiments.kept import (
     weights_of,
 )
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, save_outcome
-from attnzoo.experiments.plan import Plan, folder_of
-from attnzoo.experiments.probes import Probe, Subject
+from attnzoo.experiments.plan import Schedule, folder_of
+from attnzoo.experiments.probes import Probe, Probed
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
@@ -53,7 +53,7 @@ PAGE, RESULT, SUMMARY = "report.html", "result.json", "result.md"
 
 
 def run_experiment(
-    plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
+    plan: Schedule, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
     only: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Train and measure what is not yet, print what was seen, and write a page about it.
@@ -143,13 +143,13 @@ def run_experiment(
     return page
 
 
-def run_rate(plan: Plan, name: str, lr: float) -> Trained:
+def run_rate(plan: Schedule, name: str, lr: float) -> Trained:
     """The run of an arm with the first seed that tries a learning rate."""
     experiment, arm = _find(plan, name)
     return run_once(plan, experiment, arm, lr, 0, measure=False, tries=True)
 
 
-def run_search(plan: Plan, name: str) -> Trained:
+def run_search(plan: Schedule, name: str) -> Trained:
     """The best of the runs of an arm that try learning rates, after those that the search asks for."""
     experiment, arm = _find(plan, name)
     while untried(plan, experiment, arm):
@@ -158,7 +158,7 @@ def run_search(plan: Plan, name: str) -> Trained:
     return min(tried_of(plan, experiment, arm), key=lambda run: run.validation)
 
 
-def run_seed(plan: Plan, name: str, seed: int) -> Trained:
+def run_seed(plan: Schedule, name: str, seed: int) -> Trained:
     """The run of an arm with a seed, at the learning rate that is the best of those tried."""
     experiment, arm = _find(plan, name)
     rates = plan.grid(experiment, arm)
@@ -216,7 +216,7 @@ def _jobs_at_a_time(memory: int | None, operations: int, gpus: int = 1) -> int:
 
 
 def _tasks(
-    plan: Plan, experiment: Experiment, arms: Sequence[Arm]
+    plan: Schedule, experiment: Experiment, arms: Sequence[Arm]
 ) -> tuple[dict[str, Callable[[], Trained]], dict[str, list[str]]]:
     """Runs for processes, by label, and the labels of those that each waits for: that try its arm's learning rates, or
     that it starts from. Learning rates come first, then the seeds of all arms in turns."""
@@ -249,13 +249,13 @@ def _seeded(name: str, seed: int) -> str:
     return f"{name}, seed {seed}"
 
 
-def _find(plan: Plan, name: str) -> tuple[Experiment, Arm]:
+def _find(plan: Schedule, name: str) -> tuple[Experiment, Arm]:
     experiment = find(plan.name)
     return experiment, experiment.arm(name)
 
 
 def run_once(
-    plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool, tries: bool = False
+    plan: Schedule, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool, tries: bool = False
 ) -> Trained:
     """A run, trained and measured unless it is already.
 
@@ -290,7 +290,7 @@ def run_once(
     return found
 
 
-def _to_start_from(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> bool:
+def _to_start_from(plan: Schedule, experiment: Experiment, arm: Arm, seed: int) -> bool:
     """Whether a run that is not finished starts from the weights of an arm's run."""
     return any(
         seed not in [run.seed for run in finished(plan, experiment, later)[1]]
@@ -307,7 +307,7 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
     progress, metrics = read_progress(checkpoint), read_metrics(folder)
     device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
     model, _ = load_run(folder, device)
-    subject = Subject(model, config, build_data(config.data), metrics, size.rows, size.tokens)
+    subject = Probed(model, config, build_data(config.data), metrics, size.rows, size.tokens)
     return Trained(
         arm.name,
         config.optimizer.lr,

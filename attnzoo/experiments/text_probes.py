@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attnzoo.evaluation import token_losses
-from attnzoo.experiments.probes import Subject, text_losses
+from attnzoo.experiments.probes import Probed, text_losses
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LossByStretch:
     def at(self) -> tuple[float, ...]:
         return tuple(float(n) for n in range(1, self.stretches + 1))
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         parts = np.array_split(text_losses(subject, 1.0).ravel(), self.stretches)
         return {float(n): float(part.mean()) for n, part in enumerate(parts, 1)}
 
@@ -63,7 +63,7 @@ class ReadAgain:
     def places(self) -> str:
         return "length, in training contexts" if len(self.lengths) > 1 else ""
 
-    def measure(self, subject: Subject) -> dict[float, float]:
+    def measure(self, subject: Probed) -> dict[float, float]:
         found = {}
         for length in self.lengths:
             text = subject.windows(length / 2)[:, 1:]

@@ -12,7 +12,7 @@ from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forgetting.cache import ForgettingCache, Network
 from attnzoo.forgetting.steps import take_token
 from attnzoo.forms.caches.device_memory import check_memory, size_of
-from attnzoo.forms.caches.inplace import Extend, Memory, Rows, tokens_of
+from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
 from attnzoo.forms.caches.pages.page_table import PAGE, resized
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
@@ -34,7 +34,7 @@ class ForgettingMemory(Memory):
     Args:
         forms: of the variant.
         network: of the layer.
-        rows: see :class:`~attnzoo.forms.caches.inplace.Rows`.
+        rows: see :class:`~attnzoo.forms.caches.inplace.BatchRows`.
         cache: whose tensors are changed; its slots have no order.
         most: slots that any head can need, or any sequence where its heads share them.
         used: at least the slots that any head has in use.
@@ -43,7 +43,7 @@ class ForgettingMemory(Memory):
 
     forms: SoftmaxForms
     network: Network
-    rows: Rows
+    rows: BatchRows
     cache: ForgettingCache
     most: int
     used: int = 0
@@ -51,7 +51,7 @@ class ForgettingMemory(Memory):
 
     @staticmethod
     def like(
-        state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str, forms: SoftmaxForms,
+        state: ForgettingCache, rows: BatchRows, tokens: int, device: torch.device | str, forms: SoftmaxForms,
         network: Network,
     ) -> ForgettingMemory:  # fmt: skip
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""

@@ -18,7 +18,7 @@ from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, blended
 from attnzoo.forgetting.steps import extend_forgetting
 from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.pages.present_tokens import LastRows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, FormSet
@@ -222,7 +222,7 @@ class ForgetNetwork(PreciseModule):
         return blended(taught, found.o, self.blend), None
 
     def in_place(
-        self, forms: FormSet, state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str
+        self, forms: FormSet, state: ForgettingCache, rows: BatchRows, tokens: int, device: torch.device | str
     ) -> ForgettingMemory:
         """The memory of steps that change it in place; see :meth:`attnzoo.forms.softmax.SoftmaxForms.in_place`."""
         assert isinstance(forms, SoftmaxForms)

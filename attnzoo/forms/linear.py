@@ -23,7 +23,7 @@ from attnzoo.algebra.transitions import (
     heads_first,
 )
 from attnzoo.algebra.values import readable
-from attnzoo.forms.caches.inplace import MatrixMemory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, MatrixMemory
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
 from attnzoo.forms.packing import in_rows
@@ -92,7 +92,7 @@ class LinearForms(Forms):
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
     def in_place(
-        self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
+        self, state: RecurrentState, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> MatrixMemory:
         """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.in_place``."""
         return MatrixMemory.like(state, rows, device)

@@ -15,7 +15,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform, readable, records
-from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
 from attnzoo.forms.caches.stores import CarriedKeys, KeyStore
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
@@ -122,7 +122,7 @@ class SoftmaxForms(Forms):
         return self._output(o, lse, options, v.dtype), state
 
     def in_place(
-        self, state: Any, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
+        self, state: Any, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> Memory:
         """The memory of steps that change it in place.
 

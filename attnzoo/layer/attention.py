@@ -39,7 +39,7 @@ from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_c
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
-from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.precision import PreciseModule, fill
@@ -104,8 +104,8 @@ class Attention(PreciseModule):
         self.q_conv = ShortConvolution(q_heads * K, *conv) if config.conv_size else None
         self.k_conv = ShortConvolution(k_rows * K, *conv) if config.conv_size else None
         self.v_conv = ShortConvolution(v_rows * V, *conv) if config.conv_size else None
-        self.k_shift = Shift(D, k_rows) if config.kv_shift else None
-        self.v_shift = Shift(D, v_rows) if config.kv_shift else None
+        self.k_shift = TokenShift(D, k_rows) if config.kv_shift else None
+        self.v_shift = TokenShift(D, v_rows) if config.kv_shift else None
         rms = config.qk_norm.startswith("rms")
         norm = ("rms", config.qk_norm_eps, 1 if config.qk_norm == "rms_full" else None, config.qk_norm_shared)
         self.q_norm = HeadNorm(q_heads, K, *norm) if rms else None

@@ -12,7 +12,7 @@ from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.caches.inplace import MatrixMemory
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.kernels.linear import Convolution, Decay, RecurrentParts, linear_step, triton_unavailable
+from attnzoo.kernels.linear import Convolution, DecayLogits, RecurrentParts, linear_step, triton_unavailable
 from attnzoo.layer.gates import GATES, Combined
 from attnzoo.layer.gates.base import GateProjection
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
@@ -109,18 +109,18 @@ def _gates(layer: Any, x: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for gate in _members(layer.gate):
         if isinstance(gate, ForgetGate):
-            found["decay"] = Decay(*_unbiased(gate.forget_proj, x), factor=gate.factor)
+            found["decay"] = DecayLogits(*_unbiased(gate.forget_proj, x), factor=gate.factor)
         elif isinstance(gate, SoftplusDecay):
-            found["decay"] = Decay(gate.dt_proj(x), gate.dt_bias, gate.log_a, opposite=True)
+            found["decay"] = DecayLogits(gate.dt_proj(x), gate.dt_bias, gate.log_a, opposite=True)
             found["writes"] = gate.writes
         elif isinstance(gate, LowRankDiagonal):
             low = x if gate.down is None else gate.down(x)
-            found["diag"] = Decay(*_unbiased(gate.up, low), factor=1 / gate.temperature)
+            found["diag"] = DecayLogits(*_unbiased(gate.up, low), factor=1 / gate.temperature)
         elif isinstance(gate, FullRankDiagonal):
-            found["diag"] = Decay(*_unbiased(gate.channel_proj, x))
+            found["diag"] = DecayLogits(*_unbiased(gate.channel_proj, x))
         elif isinstance(gate, SoftplusDiagonal):
             logits = gate.channel_up(gate.channel_down(x))
-            found["diag"] = Decay(logits, gate.channel_bias, gate.log_a, opposite=True)
+            found["diag"] = DecayLogits(logits, gate.channel_bias, gate.log_a, opposite=True)
         elif isinstance(gate, DeltaRule):
             found |= {"beta": gate.beta_proj(x), "beta_factor": 2.0 if gate.allow_neg_eigval else 1.0}
         elif type(gate) is not GateProjection:  # of no token

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.layer.stream import LayerCache, Stream
 
 
@@ -35,7 +35,7 @@ class FixedCache:
 
     memory: Memory
     windows: dict[str, Tensor]
-    rows: Rows
+    rows: BatchRows
     bound: Tensor | None = None
     heads: int = 1
     promised: Callable[[], QueryBounds | None] | None = None
@@ -45,7 +45,7 @@ class FixedCache:
 
     @staticmethod
     def of(
-        layer: Any, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None,
+        layer: Any, like: LayerCache, rows: BatchRows, tokens: int, device: torch.device | str | None = None,
         paged: bool | None = None,
     ) -> FixedCache:  # fmt: skip
         """An empty cache for steps of one token of several sequences.

@@ -164,7 +164,7 @@ class ShortConvolution(nn.Module):
         return f"channels={self.weight.shape[0]}, size={self.size}"
 
 
-class Shift(nn.Module):
+class TokenShift(nn.Module):
     """Data-dependent shift: ``y_t = a_t x_{t-1} + (1 - a_t) x_t``, ``a_t = sigmoid(w h_t)`` per head.
 
     Source: Lin et al., 2025, FoX, section 3 and appendix A (KV-shift of the Pro block).
@@ -189,7 +189,7 @@ class Shift(nn.Module):
 def as_built(layer: Any) -> bool:
     """Whether kernels may stand for the parts of an attention layer: none was exchanged for another, or has hooks."""
     kinds = {
-        "q_norm": HeadNorm, "k_norm": HeadNorm, "output_norm": HeadNorm, "k_shift": Shift, "v_shift": Shift,
+        "q_norm": HeadNorm, "k_norm": HeadNorm, "output_norm": HeadNorm, "k_shift": TokenShift, "v_shift": TokenShift,
         "q_conv": ShortConvolution, "k_conv": ShortConvolution, "v_conv": ShortConvolution,
     }  # fmt: skip
     parts = {name: part for name in kinds if (part := getattr(layer, name)) is not None}

@@ -35,7 +35,7 @@ LONG = 2**24  # tokens that are read of a text
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainedModel:
     """A model and what is known of it.
 
     Args:
@@ -147,7 +147,7 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
 
 def load_subject(
     source: Path, device: str = "cpu", dtype: torch.dtype | None = None, checkpoint: Path | None = None
-) -> Subject:
+) -> TrainedModel:
     """The model of a run, or of a folder in Hugging Face's layout: of ours, or of another library.
 
     Args:
@@ -166,15 +166,17 @@ def load_subject(
         checkpoint = checkpoint or usable_checkpoint(source, MODEL)
         model, config = load_run(source, device, checkpoint)
         files = {} if learned_bytes(source, config.data) else tokenizer_of(source, config.data)
-        return Subject(f"the run {source}", model.to(dtype), source, config, checkpoint, files)
+        return TrainedModel(f"the run {source}", model.to(dtype), source, config, checkpoint, files)
     if (source / "config.json").is_file():
         model = of_folder(source, device, others=True).to(dtype).eval()
         files = read_tokenizer(source) if (source / TOKENIZER).is_file() else {}
-        return Subject(f"the model in {source}", model, source, files=files)
+        return TrainedModel(f"the model in {source}", model, source, files=files)
     raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
 
 
-def fresh_subject(name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+def fresh_subject(
+    name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> TrainedModel:
     """A model as its training would start: with random weights, or those that `start_from` names.
 
     Args:
@@ -190,7 +192,7 @@ def fresh_subject(name: str, config: TrainConfig, device: str = "cpu", dtype: to
     if config.start_from is not None:
         start_from(model, config.start_from, config.data)
         weights = f"the weights of {config.start_from}"
-    return Subject(f"{name} with {weights}", model.to(device=device, dtype=dtype).eval(), None, config)
+    return TrainedModel(f"{name} with {weights}", model.to(device=device, dtype=dtype).eval(), None, config)
 
 
 def device_named(name: str) -> str:
@@ -240,7 +242,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
     return build(Peer(config, own_names), Weights.of_folder(folder), settings=Settings(fields)).to(device)
 
 
-def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:
+def held_out_text(subject: TrainedModel, text: str | Path | None = None) -> Tokens | Joined:
     """Tokens of a text that the model was not trained on, 1-D.
 
     Args:
@@ -265,7 +267,7 @@ def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | 
     return subject.texts[name]
 
 
-def _own_text(subject: Subject) -> Tokens | Joined:
+def _own_text(subject: TrainedModel) -> Tokens | Joined:
     if subject.config is None:
         raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
     data = build_data(subject.config.data)
@@ -275,7 +277,7 @@ def _own_text(subject: Subject) -> Tokens | Joined:
     return data.heldout
 
 
-def _tokens(subject: Subject, text: str) -> Tokens:
+def _tokens(subject: TrainedModel, text: str) -> Tokens:
     found: list[int] = []
     end = [] if subject.end is None else [subject.end]
     for file in _files(subject, text):
@@ -291,7 +293,7 @@ def _tokens(subject: Subject, text: str) -> Tokens:
     return np.array(found[:LONG], dtype=np.int64)
 
 
-def _held_share(subject: Subject) -> float:
+def _held_share(subject: TrainedModel) -> float:
     """The share of the standard library that the model has not seen.
 
     Raises:
@@ -309,7 +311,7 @@ def _held_share(subject: Subject) -> float:
     return data.heldout_fraction if seen else DataConfig.heldout_fraction
 
 
-def _files(subject: Subject, text: str) -> Iterable[Path]:
+def _files(subject: TrainedModel, text: str) -> Iterable[Path]:
     if text == "stdlib":
         files = stdlib_files()
         held = held_out_names(list(files), _held_share(subject))

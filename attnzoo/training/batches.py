@@ -15,7 +15,7 @@ from attnzoo.models.loss import IGNORED
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenBatch:
     """What a model is given.
 
     Args:
@@ -38,10 +38,10 @@ class Rows:
         seen = self.lengths if window is None else self.lengths.clip(max=window)
         return int((seen * (seen + 1) // 2 + (self.lengths - seen) * seen).sum())
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> TokenBatch:
         """The same there."""
         borders = None if self.cu_seqlens is None else moved(self.cu_seqlens, device)
-        return Rows(moved(self.inputs, device), moved(self.targets, device), borders, self.counted, self.lengths)
+        return TokenBatch(moved(self.inputs, device), moved(self.targets, device), borders, self.counted, self.lengths)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
@@ -49,7 +49,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> Rows:
+def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> TokenBatch:
     """Windows [B, T + 1] as inputs and targets.
 
     Args:
@@ -72,7 +72,9 @@ def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, giv
     return _rows(inputs, targets, counts, cu_seqlens, lengths)
 
 
-def rows_of_answers(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], given: int | None = None) -> Rows:
+def rows_of_answers(
+    tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], given: int | None = None
+) -> TokenBatch:
     """Rows of a task, each a sequence.
 
     Args:
@@ -91,9 +93,9 @@ def _rows(
     counts: npt.NDArray[np.bool_],
     cu_seqlens: Tensor | None,
     lengths: Starts,
-) -> Rows:
+) -> TokenBatch:
     if counts.any():
         targets = np.where(counts, targets, IGNORED)
-    return Rows(
+    return TokenBatch(
         torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), lengths
     )

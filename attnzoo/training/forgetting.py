@@ -18,7 +18,7 @@ from attnzoo.training.config import ForgettingConfig, TrainConfig
 
 if TYPE_CHECKING:
     from attnzoo.models import LanguageModel
-    from attnzoo.training.batches import Rows
+    from attnzoo.training.batches import TokenBatch
     from attnzoo.training.metrics import Row
 
 
@@ -93,7 +93,7 @@ class Extra:
     row: dict[str, Any]
 
 
-def taught(rows: Rows, network: ForgetNetwork) -> int:
+def taught(rows: TokenBatch, network: ForgetNetwork) -> int:
     """How many pairs of these rows L_r is a mean over: those older than the remember window, in each head."""
     young = network.options.window if network.window is None else min(network.options.window, network.window)
     return rows.pairs(network.window) - rows.pairs(young)

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
-from attnzoo.training.batches import Rows, moved, rows_of, rows_of_answers
+from attnzoo.training.batches import TokenBatch, moved, rows_of, rows_of_answers
 from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown, taught
@@ -35,7 +35,7 @@ class Run:
         self.config, self.state = config, state
         self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
-        self.parts: list[Rows] = []  # of the last step
+        self.parts: list[TokenBatch] = []  # of the last step
         self.networks = networks(self.model)
         self.extra: Extra | None = None  # of its last part, where layers forget
 
@@ -79,14 +79,14 @@ class Run:
                 losses.append(loss.detach())
         return accelerator.reduce(torch.stack(losses).mean(), "mean"), norm
 
-    def _weights(self, parts: list[Rows]) -> list[Tensor | None]:
+    def _weights(self, parts: list[TokenBatch]) -> list[Tensor | None]:
         """What the mean loss of each part is multiplied by to have the whole batch's mean as the mean over all parts
         of all processes; None where as many targets count in each of them."""
         if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
         return self._shares(torch.tensor([rows.counted for rows in parts]))
 
-    def _pair_weights(self, parts: list[Rows]) -> list[Tensor | None]:
+    def _pair_weights(self, parts: list[TokenBatch]) -> list[Tensor | None]:
         """The same for what each layer that forgets is taught, a mean over pairs: ``[layers]`` of each part."""
         if not self.networks or parts[0].cu_seqlens is None:
             return [None] * len(parts)
@@ -99,7 +99,7 @@ class Run:
         total = accelerator.reduce(counted.sum(0), "sum").clamp(min=1)  # packed documents may ask nothing in a step
         return list(counted * (len(counted) * accelerator.num_processes) / total)
 
-    def _loss(self, step: int, rows: Rows) -> Tensor:
+    def _loss(self, step: int, rows: TokenBatch) -> Tensor:
         """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
         packed = {} if rows.cu_seqlens is None else {"cu_seqlens": rows.cu_seqlens}
         try:
@@ -116,7 +116,7 @@ class Run:
         kept = f"the last checkpoint, {before.name}, is from before" if before else "there is no checkpoint before it"
         return FloatingPointError(f"{what} at step {step} (learning rate {lr:.3g}); {kept}")
 
-    def _part(self, step: int, part: int) -> Rows:
+    def _part(self, step: int, part: int) -> TokenBatch:
         """This process's rows of a part of a batch: which rows the batch has depends on the step alone."""
         rows, accelerator, windows = self.rows_per_part, self.accelerator, self.data.train
         first = (step - 1) * self.config.batch_size + (
@@ -157,7 +157,7 @@ class Run:
             raise self._diverged(step, f"the held-out loss is {mean}")
         return mean
 
-    def _heldout(self) -> tuple[int, Callable[[npt.NDArray[np.int64], int], Rows]]:
+    def _heldout(self) -> tuple[int, Callable[[npt.NDArray[np.int64], int], TokenBatch]]:
         """How many held-out rows an evaluation has, and those of some numbers, of which so many count."""
         length, tokens = self.config.data.context_length, self.config.eval_tokens
         heldout, documents = self.data.heldout, self.data.heldout_documents
@@ -166,7 +166,7 @@ class Run:
         windows = heldout_windows(heldout, length, tokens)
         starts = heldout_starts(len(heldout), length, tokens)
 
-        def held(which: npt.NDArray[np.int64], given: int) -> Rows:
+        def held(which: npt.NDArray[np.int64], given: int) -> TokenBatch:
             begins = None if documents is None else [begins_within(documents, int(starts[i]), length) for i in which]
             return rows_of(windows[which], begins, given)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnzoo.evaluation.pruning import heads_kept
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
-from attnzoo.training.batches import Rows
+from attnzoo.training.batches import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Operations:
         self.parameters = every - (0 if tied else embedding.numel())
         self._layers = [_layer(layer) for layer in _attentions(model).values()]
 
-    def per_step(self, rows: Sequence[Rows], kept: Mapping[int, float] | None = None) -> int:
+    def per_step(self, rows: Sequence[TokenBatch], kept: Mapping[int, float] | None = None) -> int:
         """Operations on these rows.
 
         Args:
@@ -116,7 +116,7 @@ def _attentions(model: nn.Module) -> dict[int, Attention]:
 
 
 @torch.no_grad()
-def blocks_kept(model: nn.Module, rows: Rows) -> dict[int, float]:
+def blocks_kept(model: nn.Module, rows: TokenBatch) -> dict[int, float]:
     """By number of the layer, the share of blocks (128 tokens by 64) that pruning leaves of those that borders and the
     window leave, mean over heads; layers that prune nothing are left out.
 

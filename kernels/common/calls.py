@@ -14,7 +14,7 @@ from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
 
 
-class Attention(Protocol):
+class AttentionFunction(Protocol):
     """A function that returns o, and with ``return_lse`` the rows' log-sum-exp as well."""
 
     @overload
@@ -27,9 +27,9 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Attention:
+def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> AttentionFunction:
     """The function itself, typed by ``return_lse``."""
-    return cast(Attention, function)
+    return cast(AttentionFunction, function)
 
 
 def returned(made: Any, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

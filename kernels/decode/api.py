@@ -16,7 +16,7 @@ from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implem
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.operands import PagedInference, PageWrite
-from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
+from attnzoo.kernels.decode.plan import MOST_ROWS, DecodeCall, plan, workspace
 from attnzoo.kernels.decode.state import PagedState
 
 from .reference import append_reference, paged_reference
@@ -164,7 +164,7 @@ def paged_workspace(
     if device.type != "cuda":
         wide = max(4, keys.dtype.itemsize)
         return B * heads * N * page * (K + V + T) * wide
-    call = Call(T, heads // G, page, K, V, keys.dtype, carried)
+    call = DecodeCall(T, heads // G, page, K, V, keys.dtype, carried)
     return workspace(call, plan(call, multiprocessors(device)), B * G, N)
 
 

@@ -10,19 +10,19 @@ from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.plans import announce
 from attnzoo.kernels.decode.operands import PagedInference, PagedOutput, PagesWritten, PageWrite
 from attnzoo.kernels.decode.parts import TokenParts
-from attnzoo.kernels.decode.plan import Call, Plan, plan
+from attnzoo.kernels.decode.plan import DecodeCall, DecodePlan, plan
 from attnzoo.kernels.decode.portable.append import append
 from attnzoo.kernels.decode.portable.attention import paged_forward
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
-from attnzoo.kernels.decode.portable.path_pages import Carried, walk_and_carry
+from attnzoo.kernels.decode.portable.path_pages import CarriedPages, walk_and_carry
 from attnzoo.kernels.decode.portable.tokens import write_tokens
 from attnzoo.kernels.decode.state import GateState, PagedState
 
 
-def _plan(q: Tensor, state: PagedState, carried: int = 0) -> Plan:
+def _plan(q: Tensor, state: PagedState, carried: int = 0) -> DecodePlan:
     """The plan of a step, announced."""
     keys, values, G = state.pages.keys, state.pages.values, state.table.table.shape[1]
-    call = Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], values.shape[2], keys.dtype, carried)
+    call = DecodeCall(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], values.shape[2], keys.dtype, carried)
     chosen = plan(call, multiprocessors(q.device))
     announce("decode", chosen, machine(q.device))
     return chosen
@@ -69,7 +69,9 @@ def step(
         )
 
 
-def path_step(q: Tensor, v: Tensor, carried: Carried, sink: Tensor | None, options: OpOptions, carry: bool) -> Tensor:
+def path_step(
+    q: Tensor, v: Tensor, carried: CarriedPages, sink: Tensor | None, options: OpOptions, carry: bool
+) -> Tensor:
     """``path_pages.paged_path_step`` in kernels."""
     state, tokens = carried.state, carried.tokens
     chosen = _plan(q, state, carried.group)
@@ -79,7 +81,7 @@ def path_step(q: Tensor, v: Tensor, carried: Carried, sink: Tensor | None, optio
         return paged_forward(PagedInference(q, state, visible, None, sink, options), chosen, walked)
 
 
-def path_carry(carried: Carried) -> None:
+def path_carry(carried: CarriedPages) -> None:
     """``path_pages.paged_path_carry`` in kernels."""
     with on_device_of(carried.state.table.table):
         walk_and_carry(carried, None, FAR, 16)

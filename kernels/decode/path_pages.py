@@ -89,10 +89,10 @@ def paged_path_step(
     if why:
         raise ValueError(f"paged_path_step: {why}")
     from attnzoo.kernels.decode.op import path_step
-    from attnzoo.kernels.decode.portable.path_pages import Carried
+    from attnzoo.kernels.decode.portable.path_pages import CarriedPages
 
     q, v, k, w = (addressable(x) for x in (q, v, k, tokens.w))
-    carried = Carried(tokens._replace(k=k, w=w), state, groups)
+    carried = CarriedPages(tokens._replace(k=k, w=w), state, groups)
     return path_step(q, v, carried, options.sink, options.of_op(q.shape[3]), carry)
 
 
@@ -111,9 +111,9 @@ def paged_path_carry(tokens: PathTokens, state: PagedState, groups: PathGroups) 
     if why:
         raise ValueError(f"paged_path_carry: {why}")
     from attnzoo.kernels.decode.op import path_carry
-    from attnzoo.kernels.decode.portable.path_pages import Carried
+    from attnzoo.kernels.decode.portable.path_pages import CarriedPages
 
-    path_carry(Carried(tokens._replace(k=addressable(k), w=addressable(tokens.w)), state, groups))
+    path_carry(CarriedPages(tokens._replace(k=addressable(k), w=addressable(tokens.w)), state, groups))
 
 
 def _checked(tokens: PathTokens, state: PagedState, groups: PathGroups, others: dict[str, Tensor | None]) -> PathTokens:

@@ -16,7 +16,7 @@ MOST_ROWS = 16  # tokens of a step
 _forced: dict[str, int] = {}
 
 
-class Call(NamedTuple):
+class DecodeCall(NamedTuple):
     """What a plan depends on besides the GPU: T rows, ``rep`` query heads per key head, keys a page, head dims.
 
     carried: pages of a group whose rows are read beside its keys (PaTH), or 0.
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """How the pages are read.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan:
     why: str = ""
 
 
-def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
+def workspace(call: DecodeCall, plan: DecodePlan, heads: int, pages: int) -> int:
     """Bytes that a call takes until its output is there, at the most.
 
     Args:
@@ -67,7 +67,7 @@ def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
     return 4 * (parts + walked + 2 * heads + 1)
 
 
-def plan(call: Call, multiprocessors: int) -> Plan:
+def plan(call: DecodeCall, multiprocessors: int) -> DecodePlan:
     """The plan of a call on a GPU of so many multiprocessors; equal arguments give equal plans.
 
     A step of BS keys is at most 32 KiB, and of two or three steps as many are loaded ahead as fit into 64 KiB,
@@ -77,12 +77,12 @@ def plan(call: Call, multiprocessors: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, multiprocessors: int, forced: tuple[tuple[str, int], ...]) -> Plan:
+def _plan(call: DecodeCall, multiprocessors: int, forced: tuple[tuple[str, int], ...]) -> DecodePlan:
     width = (head_block(call.K) + head_block(call.V)) * call.dtype.itemsize
     BS = min(64, call.page, power_of_2(32768 // width + 1) // 2)
     stages = max(1, min(3, 65536 // (BS * width)))
     BT = min(64, max(16, power_of_2(call.T * call.rep)))
-    chosen = Plan(BT, BS, 4, stages, 8 * multiprocessors, 4)
+    chosen = DecodePlan(BT, BS, 4, stages, 8 * multiprocessors, 4)
     few = BT == 16 and not (call.carried and call.dtype.itemsize > 2)  # float32 keys would spill from fewer warps
     if few and width <= 256:  # 16-bit heads of 64 (one warp needs no sums across warps), one H200
         chosen = replace(chosen, num_warps=1, num_stages=2, extra=2)

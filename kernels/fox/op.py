@@ -38,7 +38,7 @@ from attnzoo.kernels.fox.operands import (
     FoxWanted,
     KeptSums,
 )
-from attnzoo.kernels.fox.plan import BACKWARD, FORWARD, Call, few_rows, plan
+from attnzoo.kernels.fox.plan import BACKWARD, FORWARD, FoxCall, few_rows, plan
 from attnzoo.kernels.fox.portable.prune import prune_starts
 
 Some = Tensor | None
@@ -51,7 +51,7 @@ def _plan(given: FoxOperands, *, backward: bool = True, **asked: bool) -> Plan:
     where = machine(q.device)
     described = (not backward and few_rows(T, S, H // G)) or can_describe(q, k, v)
     lags = asked.get("needs_gate_grad", False) and gate_kind(log_decay) == GATE_CONST
-    chosen = plan(Call(T, S, H // G, K, V, q.dtype, described=described, lags=lags, **asked), where)
+    chosen = plan(FoxCall(T, S, H // G, K, V, q.dtype, described=described, lags=lags, **asked), where)
     announce("fox", chosen, where)
     return chosen
 
@@ -97,7 +97,7 @@ def _forward_fake(x: FoxForward) -> Attended:
     (q, k, v, log_decay, _, options), needed = x.given, x.needs_gate_grad
     # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
     lags = needed and gate_kind(log_decay) == GATE_CONST
-    call = Call(1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, needed, x.deterministic, lags=lags)
+    call = FoxCall(1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, needed, x.deterministic, lags=lags)
     rest = plan(call, machine(q.device)).keeps_rest
     return fake_attended(
         q, v, log_decay, options, S=k.shape[1], return_lse=x.return_lse, bounded=bool(options.bound), rest=rest

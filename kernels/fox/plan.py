@@ -70,7 +70,7 @@ _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
 
-class Call(NamedTuple):
+class FoxCall(NamedTuple):
     """What a plan depends on besides the machine: T rows, S keys, ``rep`` query heads per key head, head dims K, V."""
 
     T: int
@@ -87,7 +87,7 @@ class Call(NamedTuple):
     needs_key_grads: bool = True  # a backward pass is asked for gradients of k, v or the gate
 
 
-def plan(call: Call, machine: Machine) -> Plan:
+def plan(call: FoxCall, machine: Machine) -> Plan:
     """The plan of a call on a machine; equal arguments give equal plans.
 
     Raises:
@@ -113,7 +113,7 @@ def heads_apart(T: int, rep: int, K: int, V: int, pruned: bool) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+def _plan(call: FoxCall, few: bool, many: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
     size = next((n for n in (64, 128) if max(call.K, call.V) <= n), 256)
     sizes: dict[Kind, Tiles] = {kind: _TILES.of(kind, size, call.dtype, machine) for kind in _SAFE}
     sizes.update(forced)
@@ -137,7 +137,7 @@ def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tup
 
 
 def prune_tiles(T: int, K: int, dtype: torch.dtype, machine: Machine, described: bool = True) -> Tiles:
-    """Tiles of the rows whose log-sum-exp pruning computes, and of keys; ``described``: see ``Call``."""
+    """Tiles of the rows whose log-sum-exp pruning computes, and of keys; ``described``: see ``FoxCall``."""
     if head_block(K) * dtype.itemsize > 256:  # small enough for the shared memory of small multiprocessors
         return _PRUNE["wide"]
     if described and machine.descriptors and dtype.itemsize == 2 and T >= 64:

@@ -68,7 +68,7 @@ class Levels(NamedTuple):
     k: Tensor
 
 
-class Tiles(NamedTuple):
+class QueryGradientTiles(NamedTuple):
     """Gradients of the levels' queries as Hopper's one pass has added them up: in float32, unscaled.
 
     Attributes:

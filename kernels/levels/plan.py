@@ -59,7 +59,7 @@ _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
 
-class Call(NamedTuple):
+class LevelsCall(NamedTuple):
     """What a plan depends on besides the machine: T tokens, head dims K and V."""
 
     T: int
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     described: bool = True  # descriptors can address v: 16-byte strides and addresses
 
 
-def plan(call: Call, machine: Machine) -> Plan:
+def plan(call: LevelsCall, machine: Machine) -> Plan:
     """The plan of a call on a machine; equal arguments give equal plans.
 
     A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
@@ -85,7 +85,7 @@ def plan(call: Call, machine: Machine) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+def _plan(call: LevelsCall, leveled: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
     size = 64 if max(call.K, call.V) <= 64 else 128
     table = _SHORTENED if call.shortened else _TILES
     sizes: dict[Kind, Tiles] = {kind: table.of(kind, size, call.dtype, machine) for kind in _SAFE}

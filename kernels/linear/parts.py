@@ -27,7 +27,7 @@ class Convolution(NamedTuple):
     silu: bool = True
 
 
-class Decay(NamedTuple):
+class DecayLogits(NamedTuple):
     """Log decays ``factor exp(log_a) log sigmoid(x)`` or, ``opposite``, of -x, which is ``-softplus(x)``.
 
     Args:
@@ -67,9 +67,9 @@ class RecurrentParts(NamedTuple):
     conv: tuple[Convolution, Convolution, Convolution] | None = None
     maps: tuple[str, str] = ("identity", "identity")
     norm: Norm | float | None = None
-    decay: Tensor | Decay | None = None
+    decay: Tensor | DecayLogits | None = None
     writes: bool = False
-    diag: Decay | None = None
+    diag: DecayLogits | None = None
     beta: Tensor | None = None
     beta_factor: float = 1.0
     skip: Tensor | None = None

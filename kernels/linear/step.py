@@ -10,7 +10,7 @@ from attnzoo.errors import unknown
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors
 from attnzoo.kernels.common.parts import Norm
 from attnzoo.kernels.linear.api import triton_unavailable
-from attnzoo.kernels.linear.parts import MAPS, Decay, RecurrentParts
+from attnzoo.kernels.linear.parts import MAPS, DecayLogits, RecurrentParts
 
 NO_PARTS = RecurrentParts()
 
@@ -66,10 +66,10 @@ def linear_step(
         check_flag(name, flag)
     if norm is not None and not isinstance(norm, Norm | float | int):
         raise TypeError(f"norm: expected a Norm, a number or None, got {norm!r}")
-    for name, given, able in (("decay", decay, Decay | Tensor), ("diag", diag, Decay)):
+    for name, given, able in (("decay", decay, DecayLogits | Tensor), ("diag", diag, DecayLogits)):
         if given is not None and not isinstance(given, able):
             raise TypeError(f"{name}: expected a Decay{' or a tensor' * (name == 'decay')} or None, got {given!r}")
-    if writes and not (isinstance(decay, Decay) and decay.opposite):
+    if writes and not (isinstance(decay, DecayLogits) and decay.opposite):
         raise ValueError("writes: expected False unless the decay is made of a softplus (opposite), got True")
     if groups is not None and (groups < 1 or H % groups):
         raise ValueError(f"groups: expected a divisor of H={H}, or None, got {groups}")
@@ -87,7 +87,7 @@ def linear_step(
     if isinstance(decay, Tensor):
         wanted["decay"] = decay, (H,), None
     for name, made, channels in (("decay", decay, H), ("diag", diag, H * K)):
-        if isinstance(made, Decay):
+        if isinstance(made, DecayLogits):
             wanted |= {
                 f"{name}.logits": (made.logits, (B, 1, channels), None), f"{name}.bias": (made.bias, (channels,), None),
                 f"{name}.log_a": (made.log_a, (H,), None),

@@ -10,7 +10,7 @@ from attnzoo.kernels.common.activations import finished, log_sigmoid
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import cdiv, power_of_2
 from attnzoo.kernels.common.parts import Norm
-from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay, RecurrentParts
+from attnzoo.kernels.linear.parts import MAPS, Convolution, DecayLogits, RecurrentParts
 
 TILE = 4096  # entries of the state in one program, where it need not hold all columns of a head
 MOST = 8192  # of one that holds them all
@@ -203,7 +203,10 @@ def whole_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, active: Tensor, p
     moves, here = own and one, finish.scale is None or (of_head and one)
     o = v.new_empty(B, 1, H, V)
     raw = o if here else state.new_empty(B, 1, H, V)
-    softened, channels = decay if isinstance(decay, Decay) else Decay(q if decay is None else decay), diag or Decay(q)
+    softened, channels = (
+        decay if isinstance(decay, DecayLogits) else DecayLogits(q if decay is None else decay),
+        diag or DecayLogits(q),
+    )
     norm_kind = "none" if norm is None else "rms" if isinstance(norm, Norm) else "l2"
     q_scale, k_scale, norm_eps = norm if isinstance(norm, Norm) else (q, k, norm or 0.0)
     weight, gate = finish.scale, finish.gate
@@ -233,7 +236,7 @@ def whole_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, active: Tensor, p
             decay_factor=softened.factor, diag_factor=channels.factor, beta_factor=beta_factor, eps=finish.eps,
             H=H, HQ=HQ, HK=HK, HV=HV, K=K, BK=BK, BV=BV, CONV_BIAS=conv_bias, SILU=silu, MOVES=moves,
             Q_MAP=MAPS.index(maps[0]), K_MAP=MAPS.index(maps[1]), NORM=norm_kind, NORM_SHARED=q_scale.ndim == 1,
-            DECAY="none" if decay is None else "logits" if isinstance(decay, Decay) else "head",
+            DECAY="none" if decay is None else "logits" if isinstance(decay, DecayLogits) else "head",
             DECAY_BIAS=softened.bias is not None, DECAY_A=softened.log_a is not None,
             DECAY_OPPOSITE=softened.opposite, DIAG=diag is not None, DIAG_BIAS=channels.bias is not None,
             DIAG_A=channels.log_a is not None, DIAG_OPPOSITE=channels.opposite, BETA=beta is not None, STEP=writes,

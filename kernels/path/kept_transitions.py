@@ -30,7 +30,7 @@ class Made(NamedTuple):
     levels: Levels
 
 
-class Part(NamedTuple):
+class TensorLayout(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -39,10 +39,10 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Layout(NamedTuple):
+class GroupLayout(NamedTuple):
     """Where the tensors of one group of heads begin in its part of the buffer, and the bytes of that part."""
 
-    parts: dict[str, tuple[int, Part]]
+    parts: dict[str, tuple[int, TensorLayout]]
     nbytes: int
 
 
@@ -69,36 +69,36 @@ def places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[He
         begin += layout.nbytes
 
 
-def _layout_of(group: HeadGroup, q: Tensor, k: Tensor, w: Tensor) -> Layout:
+def _layout_of(group: HeadGroup, q: Tensor, k: Tensor, w: Tensor) -> GroupLayout:
     """Of the tensors of ``inverse.new_kept``, ``blocks.block_level`` and ``carry.carry``."""
     (B, T, H, K), G = map(int, group.queries(q).shape), int(group.keys(k).shape[2])
     return _layout(B, T, H, G, K, q.dtype, w.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(B: int, T: int, H: int, G: int, K: int, dtype: torch.dtype, w_dtype: torch.dtype) -> Layout:
+def _layout(B: int, T: int, H: int, G: int, K: int, dtype: torch.dtype, w_dtype: torch.dtype) -> GroupLayout:
     n, units, (Tq, Tk) = level_count(T), cdiv(T, BLOCK), level_rows(T)
     coarse = dtype == torch.bfloat16
     squares = (B, units, G, BLOCK, BLOCK)
     parts = {
-        "v": Part(squares, torch.float16 if coarse else torch.float32),
-        "x": Part((2, *squares) if coarse else squares, dtype if coarse else torch.float32),
-        "diag": Part((B, units, H, BLOCK, BLOCK), torch.float32),
-        "q": Part((B, T, H, K), dtype),
-        "k": Part((B, T, G, K), dtype),
+        "v": TensorLayout(squares, torch.float16 if coarse else torch.float32),
+        "x": TensorLayout((2, *squares) if coarse else squares, dtype if coarse else torch.float32),
+        "diag": TensorLayout((B, units, H, BLOCK, BLOCK), torch.float32),
+        "q": TensorLayout((B, T, H, K), dtype),
+        "k": TensorLayout((B, T, G, K), dtype),
     }
     if coarse and w_dtype != dtype:
-        parts["w"] = Part((B, T, G, K), dtype)
+        parts["w"] = TensorLayout((B, T, G, K), dtype)
     nodes = tree_offset(units, tree_scales(units))
-    parts["nodes"] = Part((2, B, nodes, G, K, K), torch.float16)
-    parts["level_q"] = Part((n, B, Tq, H, K), dtype)
-    parts["level_k"] = Part((n, B, Tk, G, K), dtype)
+    parts["nodes"] = TensorLayout((2, B, nodes, G, K, K), torch.float16)
+    parts["level_q"] = TensorLayout((n, B, Tq, H, K), dtype)
+    parts["level_k"] = TensorLayout((n, B, Tk, G, K), dtype)
     found, at, end = {}, 0, 0
     for name, part in parts.items():
         found[name] = at, part
         end = max(end, at + _aligned(part.nbytes))
         at += _aligned(part.nbytes // 2 if name == "nodes" and coarse else part.nbytes)
-    return Layout(found, end)
+    return GroupLayout(found, end)
 
 
 def _aligned(size: int) -> int:

@@ -25,7 +25,7 @@ from attnzoo.kernels.common.rows import (
 )
 from attnzoo.kernels.levels.gates import summed
 from attnzoo.kernels.levels.layout import Wanted
-from attnzoo.kernels.levels.plan import Call, plan
+from attnzoo.kernels.levels.plan import LevelsCall, plan
 from attnzoo.kernels.path.kept_transitions import kept_bytes
 from attnzoo.kernels.path.operands import PathAttended, PathBackward, PathForward, PathGradients, PathOperands
 from attnzoo.kernels.path.passes import path_backward, path_forward, path_starts
@@ -45,7 +45,7 @@ def _plan(given: PathOperands, needs_gate_grad: bool, deterministic: bool, short
     """The plan of a call on real tensors, announced."""
     q, v, where = given.q, given.v, machine(given.q.device)
     (T, _, K), V = q.shape[1:], v.shape[3]
-    chosen = plan(Call(T, K, V, q.dtype, needs_gate_grad, deterministic, shortened, can_describe(v)), where)
+    chosen = plan(LevelsCall(T, K, V, q.dtype, needs_gate_grad, deterministic, shortened, can_describe(v)), where)
     announce("path", chosen, where)
     return chosen
 
@@ -65,7 +65,7 @@ def _forward(x: PathForward) -> PathAttended:
 def _forward_fake(x: PathForward) -> PathAttended:
     q, k, v, w, _, log_decay, _, _, options = x.given
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
-    call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_gate_grad, x.deterministic)
+    call = LevelsCall(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_gate_grad, x.deterministic)
     rest, bounded = plan(call, machine(q.device)).keeps_rest, options.window > 0 or bool(options.bound)
     made = fake_attended(q, v, log_decay, options, S=q.shape[1], return_lse=x.return_lse, bounded=bounded, rest=rest)
     return PathAttended(*made, q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if x.keep else None)

@@ -29,7 +29,7 @@ class Dtypes(NamedTuple):
     w: torch.dtype
 
 
-class Rotation(NamedTuple):
+class RotationInputs(NamedTuple):
     """Inputs of the forward op, whose arguments :func:`attnzoo.kernels.rotation.rotate` explains.
 
     Args:
@@ -45,7 +45,7 @@ class Rotation(NamedTuple):
     balanced: bool
 
 
-class Rotated(NamedTuple):
+class RotationOutputs(NamedTuple):
     """Vectors that have turned, sums of the angles over blocks of tokens where angles vary, receivers of gradients."""
 
     turned: Vectors
@@ -78,23 +78,23 @@ def _there(vectors: Vectors) -> list[Tensor]:
     return [x.contiguous() for x in vectors if x is not None]
 
 
-def _forward(x: Rotation) -> Rotated:
+def _forward(x: RotationInputs) -> RotationOutputs:
     angle, vectors = x.angle.contiguous(), _there(x.vectors)
     with on_device_of(x.vectors.q):
         sums = None if angle.ndim == 1 else phase_sums(angle)
         dtypes = (x.dtype, x.dtype, torch.float32)[: len(vectors)]
         q, k, *w = turn_all(angle, sums, vectors, dtypes, back=False)
-    return Rotated(Vectors(q, k, w[0] if w else None), sums, *_receivers(x))
+    return RotationOutputs(Vectors(q, k, w[0] if w else None), sums, *_receivers(x))
 
 
-def _receivers(x: Rotation) -> tuple[Some, ...]:
+def _receivers(x: RotationInputs) -> tuple[Some, ...]:
     """Float32 zeros of the shapes of q, k and w, without memory, where they are asked for."""
     if not x.received:
         return None, None, None
     return tuple(None if y is None else x.angle.new_zeros((), dtype=torch.float32).expand(y.shape) for y in x.vectors)
 
 
-def _forward_fake(x: Rotation) -> Rotated:
+def _forward_fake(x: RotationInputs) -> RotationOutputs:
     q, k, w = x.vectors
     sums = None
     if x.angle.ndim == 4:
@@ -102,7 +102,7 @@ def _forward_fake(x: Rotation) -> Rotated:
         sums = x.angle.new_empty((B * heads, blocks(T, 2 * P) + 1, P), dtype=torch.float64)
     turned = None if w is None else w.new_empty(w.shape, dtype=torch.float32)
     vectors = Vectors(q.new_empty(q.shape, dtype=x.dtype), k.new_empty(k.shape, dtype=x.dtype), turned)
-    return Rotated(vectors, sums, *_receivers(x))
+    return RotationOutputs(vectors, sums, *_receivers(x))
 
 
 def _backward(x: RotationBackward) -> RotationGradients:
@@ -118,7 +118,7 @@ def _backward_fake(x: RotationBackward) -> RotationGradients:
     return RotationGradients(x.angle.new_empty(x.angle.shape) if x.of_angle else None, *like)  # type: ignore[arg-type]
 
 
-def _gradients(x: Rotation, made: Rotated, grads: Rotated, wanted: set[str]) -> dict[str, Some]:
+def _gradients(x: RotationInputs, made: RotationOutputs, grads: RotationOutputs, wanted: set[str]) -> dict[str, Some]:
     """Of receivers, where there are any; what has turned has none then."""
     given = (grads.to_q, grads.to_k, grads.to_w) if x.received else grads.turned
     dys = (
@@ -131,7 +131,7 @@ def _gradients(x: Rotation, made: Rotated, grads: Rotated, wanted: set[str]) -> 
     return found._asdict()
 
 
-forward_op = NamedOp("attnzoo::rotation_forward", Rotation, Rotated, _forward, _forward_fake)
+forward_op = NamedOp("attnzoo::rotation_forward", RotationInputs, RotationOutputs, _forward, _forward_fake)
 backward_op = NamedOp("attnzoo::rotation_backward", RotationBackward, RotationGradients, _backward, _backward_fake)
 forward_op.differentiable(_gradients, inputs=("angle",), outputs=("q", "k", "w", "sums"))
 backward_op.refuse_second_derivatives()
@@ -142,7 +142,7 @@ def rotate_vectors(
 ) -> tuple[Tensor, Tensor, Some, Tensor, tuple[Tensor, ...] | None]:
     """See :func:`attnzoo.kernels.rotation.rotate`."""
     dtypes = Dtypes(q.dtype, k.dtype, torch.float32 if w is None else w.dtype)
-    given = Rotation(angle, Vectors(q, k, w), dtype, dtypes, received, balanced)
+    given = RotationInputs(angle, Vectors(q, k, w), dtype, dtypes, received, balanced)
     learns = records(angle, q, k, w)
     turned, sums, *to = forward_op(given) if learns else forward_op.without_gradient(given, q)
     if sums is None:
@@ -154,4 +154,4 @@ def rotate_vectors(
     return *turned, phase, tuple(x for x in to if x is not None) if received else None
 
 
-__all__ = ["Dtypes", "Rotation", "Vectors", "backward_op", "forward_op", "rotate_vectors"]
+__all__ = ["Dtypes", "RotationInputs", "Vectors", "backward_op", "forward_op", "rotate_vectors"]

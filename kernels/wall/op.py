@@ -27,7 +27,7 @@ from attnzoo.kernels.levels.plan import BACKWARD, FORWARD
 from attnzoo.kernels.levels.portable.prune import block_starts
 from attnzoo.kernels.wall.operands import WallBackward, WallForward, WallGradients, WallOperands, WallWanted
 
-from .plan import Call, plan
+from .plan import LevelsCall, plan
 from .portable.carry import carry
 from .portable.carry_backward import carry_backward
 
@@ -38,7 +38,7 @@ def _plan(given: WallOperands, needs_grad: bool, deterministic: bool, shortened:
     """The plan of a call on real tensors, announced."""
     q, v, where = given.q, given.v, machine(given.q.device)
     described = v.shape[2] != q.shape[2] or can_describe(v)  # repeated heads are a new tensor
-    call = Call(q.shape[1], q.shape[3], v.shape[3], q.dtype, needs_grad, deterministic, shortened, described)
+    call = LevelsCall(q.shape[1], q.shape[3], v.shape[3], q.dtype, needs_grad, deterministic, shortened, described)
     chosen = plan(call, where)
     announce("wall", chosen, where)
     return chosen
@@ -80,7 +80,7 @@ def _forward(x: WallForward) -> Attended:
 def _forward_fake(x: WallForward) -> Attended:
     q, k, v, _, log_decay, _, options = x.given
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
-    call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_grad, x.deterministic)
+    call = LevelsCall(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_grad, x.deterministic)
     return fake_attended(
         q, v, log_decay, options, S=q.shape[1], return_lse=x.return_lse, bounded=bool(options.bound),
         rest=plan(call, machine(q.device)).keeps_rest,

@@ -5,7 +5,7 @@ Past the carries, which are Wall's own, a call is one of PaTH: the same kernels 
 
 from __future__ import annotations
 
-from attnzoo.kernels.levels.plan import Call, plan
+from attnzoo.kernels.levels.plan import LevelsCall, plan
 
 # Channels and blocks at a time, and launch options, of the kernels of the carries.
 _CARRY: dict[str, dict[str, int]] = {
@@ -19,4 +19,4 @@ def launch(part: str) -> dict[str, int]:
     return _CARRY[part]
 
 
-__all__ = ["Call", "launch", "plan"]
+__all__ = ["LevelsCall", "launch", "plan"]

@@ -7,7 +7,7 @@ from layers import assert_same, layer, rows
 
 from attnzoo import build_attention
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.inplace import FixedCache
@@ -39,7 +39,7 @@ def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
     """Of the three tokens of a step in the midst, each sequence keeps some."""
     torch.manual_seed(0)
     attn = build_attention(name, **{"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **options})
-    lengths, batch = (1, 9, 4, 0), Rows.idle(4)
+    lengths, batch = (1, 9, 4, 0), BatchRows.idle(4)
     caches, like = [attn.new_cache() for _ in lengths[:3]], attn.new_cache()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_steps_in_place_are_refused_where_nothing_that_was_asked_for_takes_them(
     layer = model.attentions()[0]
     layer.impl = "triton"
     with pytest.raises(UnavailableError, match="impl='triton': no kernel takes a step of 'path' in place"):
-        FixedCache.of(layer, like[0], Rows.idle(1), 8)
+        FixedCache.of(layer, like[0], BatchRows.idle(1), 8)
     monkeypatch.delattr(SoftmaxForms, "in_place")
     with pytest.raises(ValueError, match="variant: expected one whose FORMS offer a memory of fixed size, got 'path'"):
         Generator(build(attention="path"), 1, 8)

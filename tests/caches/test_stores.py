@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo import Gate, KVCache, RecurrentState, get, oracle
 from attnzoo.forgetting.cache import ForgettingCache
-from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
 from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
@@ -25,7 +25,7 @@ from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
 
 MOST, WINDOW = 200, 30  # tokens of a sequence
-Make = Callable[[Any, Any, Rows], Memory]  # from the forms, a state of one token and the rows
+Make = Callable[[Any, Any, BatchRows], Memory]  # from the forms, a state of one token and the rows
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def made(paged: bool | None) -> Make:
     return lambda forms, state, rows: forms.in_place(state, rows, MOST, "cpu", paged)
 
 
-def grouped(forms: Any, state: Any, rows: Rows) -> Memory:
+def grouped(forms: Any, state: Any, rows: BatchRows) -> Memory:
     return PagedMemory.like(GroupedPool, state, rows, MOST, "cpu", forms.place)
 
 
-def by_kernel(forms: Any, state: Any, rows: Rows) -> Memory:
+def by_kernel(forms: Any, state: Any, rows: BatchRows) -> Memory:
     memory: Memory = forms.kernels["triton"].in_place(state, rows, MOST, "cpu")
     return memory
 
@@ -130,7 +130,7 @@ class InPlace(Handed):
 
     def __init__(self, store: Store, options: dict[str, Any], evict: Eviction | None) -> None:
         super().__init__(store, options, evict)
-        self.rows = Rows.idle(2)
+        self.rows = BatchRows.idle(2)
         self.memory: Memory | None = None
 
     def join(self, row: int, inputs: Inputs) -> None:

@@ -35,7 +35,7 @@ from attnzoo.experiments.evaluate import lines, measures
 from attnzoo.experiments.evaluate.saved import file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
-from attnzoo.trained.model import Subject, held_out_text, load_subject
+from attnzoo.trained.model import TrainedModel, held_out_text, load_subject
 from attnzoo.training import load_run, train
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in
 
@@ -240,7 +240,9 @@ def test_a_text_has_the_tokens_that_training_would_have(tmp_path):
     shards = tokenize([texts], tmp_path / "tokens", tokenizer=theirs, end=END).shards
     held = [int(name[0]) for name in held_out_names([f"{number}.txt" for number in range(4)], 0.05)]
     config = tiny_runs.config_of(tmp_path, "run", f"data.source={tmp_path / 'tokens'}", "model.vocab_size=300")
-    subject = Subject("a run", LanguageModel(config.model), config=config, files=read_tokenizer(tmp_path / "tokens"))
+    subject = TrainedModel(
+        "a run", LanguageModel(config.model), config=config, files=read_tokenizer(tmp_path / "tokens")
+    )
     for number in held:
         found = held_out_text(subject, texts / f"{number}.txt")
         assert found.tolist() == shards.held_out[0].tokens.tolist()

@@ -25,7 +25,7 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
-from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, verdict_table
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
@@ -109,7 +109,7 @@ def test_run_on_a_text_that_has_changed_is_another_run(own):
     for text in ("one and two. " * 200, "one and two. " * 200, "two and one. " * 200):
         Path("text.txt").write_text(text)
         kept._fingerprint.cache_clear()
-        plan = Plan(own, "cpu", Path("out"), 2, ("data.source=text.txt", "data.context_length=16"))
+        plan = Schedule(own, "cpu", Path("out"), 2, ("data.source=text.txt", "data.context_length=16"))
         keys.append(kept.place(plan, experiment, experiment.arms[0], 0.01, 0)[1])
     assert keys[0] == keys[1] != keys[2]
 
@@ -188,7 +188,7 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
 
 def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     experiment = find(own)
-    tasks, after = running._tasks(Plan(own, "cpu", Path("out"), 2), experiment, experiment.arms)
+    tasks, after = running._tasks(Schedule(own, "cpu", Path("out"), 2), experiment, experiment.arms)
     calls = {label: (task.func, *task.args[1:]) for label, task in tasks.items()}
     rates = ["fox, learning rate 0.01", "fox, learning rate 0.02"]
     seeds = ["fox, seed 0", "none, one head, seed 0", "fox, seed 1", "none, one head, seed 1"]
@@ -214,23 +214,23 @@ def test_learning_rates_are_searched_until_the_best_lies_between_two(own, monkey
         return run
 
     monkeypatch.setattr(running, "run_once", trained)
-    steps = Plan(own, "cpu", Path("up"), 2).config(experiment, experiment.arms[0], 0.01, 0).steps
-    plan = Plan(own, "cpu", Path("up"), 2)
+    steps = Schedule(own, "cpu", Path("up"), 2).config(experiment, experiment.arms[0], 0.01, 0).steps
+    plan = Schedule(own, "cpu", Path("up"), 2)
     assert running.run_seed(plan, "fox", 1).lr == 0.1
     assert ran == [(0.01, 2), (0.02, 2), (0.05, 2), (0.1, 2), (0.2, 2), (0.1, steps)]
     assert [run.lr for run in kept.finished(plan, experiment, experiment.arm("fox"))[0]] == [0.01, 0.02, 0.05, 0.1, 0.2]
     best = 0.002
-    assert running.run_search(Plan(own, "cpu", Path("down"), 2), "fox").lr == 0.002
+    assert running.run_search(Schedule(own, "cpu", Path("down"), 2), "fox").lr == 0.002
     assert min(lr for lr, _ in ran) == 0.001
     best = 1.0
-    assert running.run_search(Plan(own, "cpu", Path("diverges"), 2), "fox").lr == 0.2
+    assert running.run_search(Schedule(own, "cpu", Path("diverges"), 2), "fox").lr == 0.2
     tasks, after = running._tasks(plan, experiment, experiment.arms)
     assert after["fox, seed 1"] == ["fox, best learning rate"]
     assert after["fox, best learning rate"] == ["fox, learning rate 0.01", "fox, learning rate 0.02"]
 
 
 def test_learning_rates_of_another_size_are_taken_and_not_searched(own):
-    plan = Plan(own, "cpu", Path("out"), 2, rates={"fox": 0.3})
+    plan = Schedule(own, "cpu", Path("out"), 2, rates={"fox": 0.3})
     tasks, _ = running._tasks(plan, find(own), find(own).arms)
     assert [label for label in tasks if "learning rate" in label] == []
     assert plan.grid(find(own), find(own).arm("fox")) == (0.3,)
@@ -238,7 +238,7 @@ def test_learning_rates_of_another_size_are_taken_and_not_searched(own):
 
 
 def test_learning_rates_that_are_equal_to_six_digits_have_runs_of_their_own(own):
-    plan, experiment = Plan(own, "cpu", Path("out"), 2), find(own)
+    plan, experiment = Schedule(own, "cpu", Path("out"), 2), find(own)
     folders = [
         plan.config(experiment, experiment.arms[0], lr, 0).output_dir for lr in (1e-3, 1.000001e-3, 1.0000012e-3)
     ]
@@ -300,7 +300,7 @@ def test_a_field_without_a_number_has_no_colour(done):
 
 
 def test_plan_goes_to_another_process(own):
-    assert pickle.loads(pickle.dumps(Plan(own, "cpu", Path("out"), 3))) == Plan(own, "cpu", Path("out"), 3)
+    assert pickle.loads(pickle.dumps(Schedule(own, "cpu", Path("out"), 3))) == Schedule(own, "cpu", Path("out"), 3)
 
 
 def test_outcome_that_was_changed_is_refused(done):

@@ -15,7 +15,7 @@ from attnzoo.experiments import kept
 from attnzoo.experiments import run as running
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.plan import Schedule
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_single_arm_comes_with_those_that_it_starts_from(chained):
 
 
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
-    experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
+    experiment, plan = find(chained), Schedule(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
     for seed, before in enumerate((first, second)):
         assert running.run_seed(plan, "on", seed).validation == pytest.approx(before, rel=1e-6)
@@ -87,7 +87,7 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
 
 
 def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_them(chained, monkeypatch):
-    plan, base = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
+    plan, base = Schedule(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
     run_arm(plan, base)
     on, before = running.run_seed(plan, "on", 0), running.run_seed(plan, base, 1)
     for checkpoints in Path("out").glob("*/*/checkpoints"):
@@ -104,7 +104,7 @@ def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_t
 
 def test_weights_that_another_training_gives_are_measured_with_those_that_start_from_them(chained, monkeypatch):
     """On a GPU training does not repeat itself to the bit; what is compared in pairs starts from the same weights."""
-    plan, base, experiment = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head", find(chained)
+    plan, base, experiment = Schedule(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head", find(chained)
     run_arm(plan, base)
     before = [running.run_seed(plan, base, 1), running.run_seed(plan, "on", 0)]
     trained, seeded = running.train, torch.manual_seed

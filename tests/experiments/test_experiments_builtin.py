@@ -19,7 +19,7 @@ from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import Correlated
 from attnzoo.experiments.experiment import find, names
 from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.plan import Plan, device_of
+from attnzoo.experiments.plan import Schedule, device_of
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import run_once
 from attnzoo.models import LanguageModel
@@ -34,7 +34,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     experiment = find(name)
     for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
         for arm in arms:
-            config = Plan(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
+            config = Schedule(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
             with torch.device("meta"):
                 LanguageModel(config.model)
             if config.data.task is not None:
@@ -44,7 +44,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
     small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
     experiment = replace(experiment, sizes={**experiment.sizes, "cpu": small})
-    plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
+    plan = Schedule(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
     missing = {probe.name for probe in experiment.probes}
     for arm in experiment.arms:
         lr = (arm.lrs or small.lrs)[0]
@@ -63,7 +63,7 @@ def test_random_tokens_give_no_asked_key_another_value(name):
     """The value that stands last behind a key is the one that is asked, at every size and for every probe."""
     experiment = find(name)
     for size in experiment.sizes:
-        data = Plan(name, size, Path("out"), 3).config(experiment, experiment.arms[0], 0.001, 0).data
+        data = Schedule(name, size, Path("out"), 3).config(experiment, experiment.arms[0], 0.001, 0).data
         for probe in experiment.probes:
             task = build_task(data.task, {**data.task_options, **probe.options})
             tokens, answers = Examples(task, round(data.context_length * probe.lengths[0])).batch(range(20))
@@ -81,7 +81,7 @@ def test_two_sides_of_the_factorial_have_the_same_layers():
     experiment, apart = find("factorial"), ("q_norm.weight", "k_norm.weight", "beta_proj.bias")
     sizes = {}
     for arm in experiment.arms:
-        config = Plan("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+        config = Schedule("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
         with torch.device("meta"):
             layer = LanguageModel(config.model).blocks[0].attention
         sizes[arm.name] = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(apart))
@@ -102,7 +102,7 @@ def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeyp
     experiment = replace(
         experiment, sizes={**experiment.sizes, "gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))}
     )
-    plan, measured = Plan(name, "gpu", Path("out"), 3, few), experiment.arm(arm)
+    plan, measured = Schedule(name, "gpu", Path("out"), 3, few), experiment.arm(arm)
     if measured.after:
         before = experiment.arm(measured.after)
         run_once(plan, experiment, before, (before.lrs or size.lrs)[0], 0, measure=False)
@@ -138,7 +138,7 @@ def test_runs_that_are_compared_seed_by_seed_begin_with_the_same_weights(name):
             continue
         first = []
         for arm in arms:
-            config = Plan(name, "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+            config = Schedule(name, "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
             with torch.device("meta"):
                 first.append([(key, p.shape) for key, p in LanguageModel(config.model).named_parameters()])
         assert first[0] == first[1]
@@ -152,7 +152,7 @@ def test_command_of_a_recorded_result_makes_its_runs(name):
         outcome = load_outcome(RESULTS / measured.result)
         arm, size = experiment.arms[0], experiment.sizes[measured.size]
         overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
-        plan = Plan(name, measured.size, Path(), 3, overrides, device_of(measured.size))
+        plan = Schedule(name, measured.size, Path(), 3, overrides, device_of(measured.size))
         now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
         assert load_config(yaml.safe_load(outcome.settings)) == now
         there = [found for found in experiment.arms if found.name not in measured.lacks]
@@ -180,7 +180,7 @@ def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context()
                       ("forgetting_ablations", "discount")):  # fmt: skip
         experiment, ahead = find(name), {}
         for size in experiment.sizes:
-            config = Plan(name, size, Path("out"), 3).config(experiment, experiment.arm(arm), 0.01, 0)
+            config = Schedule(name, size, Path("out"), 3).config(experiment, experiment.arm(arm), 0.01, 0)
             [options] = {layer.options["forgetting"]["discount"] for layer in config.model.layers()}
             ahead[size] = 1 / (1 - options) / config.data.context_length
         assert ahead["gpu"] == pytest.approx(ahead["cpu"]), name

@@ -11,7 +11,7 @@ from tiny_runs import EXPERIMENT as TINY
 from attnzoo.experiments.claims import Value
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, layers_of
 from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.plan import Plan
+from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.probes import Loss
 from attnzoo.experiments.run import run_experiment
 
@@ -50,11 +50,11 @@ def test_an_experiment_may_read_several_texts(tmp_path, monkeypatch):
     sizes = {"cpu": Size((*TINY, text, "data.context_length=8"), (0.1,), tokens=64)}
     mine = Experiment("Mine", "?", (Arm("fox", "fox"),), sizes, (Loss(),), ())
     monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
-    run_experiment(Plan("mine", "cpu", Path("out"), 2, device="cpu"), Console(quiet=True), jobs=1)
+    run_experiment(Schedule("mine", "cpu", Path("out"), 2, device="cpu"), Console(quiet=True), jobs=1)
     first = load_outcome(Path("out/result.json"))
     assert len(first.values(Value("fox", "loss"))) == 2
     Path("b.txt").write_text("another text. " * 300)
-    run_experiment(Plan("mine", "cpu", Path("new"), 2, device="cpu"), Console(quiet=True), jobs=1)
+    run_experiment(Schedule("mine", "cpu", Path("new"), 2, device="cpu"), Console(quiet=True), jobs=1)
     second = load_outcome(Path("new/result.json"))
     assert (second.values(Value("fox", "loss")) != first.values(Value("fox", "loss"))).all()
 
@@ -65,7 +65,7 @@ def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, mon
     sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
     experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
     for size, window in (("cpu", 4), ("gpu", 8)):
-        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+        [layer] = {str(layer.options) for layer in Schedule("mine", size, Path("out"), 2)
                    .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
         assert layer == str({"qk_norm": "l2", "window": window})
     assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"

@@ -17,8 +17,17 @@ from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.forgetting_probes import AddedLoss, KeysHeld, WrongWithin
-from attnzoo.experiments.plan import Plan
-from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Subject, Wrong, WrongOver
+from attnzoo.experiments.plan import Schedule
+from attnzoo.experiments.probes import (
+    AddedByLength,
+    KeptBlocks,
+    Loss,
+    LossByPlace,
+    Probed,
+    PrunedLoss,
+    Wrong,
+    WrongOver,
+)
 from attnzoo.experiments.run import run_experiment
 from attnzoo.models import LanguageModel
 
@@ -110,7 +119,7 @@ def test_options_of_a_probe_are_tried_before_any_training(probe, message, tmp_pa
     mine = Experiment("", "", (Arm("a", "fox"),), sizes, (probe,), (), settings)
     monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
     with pytest.raises(ValueError, match=message):
-        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
+        run_experiment(Schedule("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
     assert not (tmp_path / "out").exists()
 
 
@@ -135,7 +144,7 @@ def test_one_thing_in_place_of_a_tuple_is_refused():
             for probe in (
                 LossByPlace(factor=10**4),
                 AddedByLength(factor=10**4),
-                Kept(lengths=(1.0, 1e4)),
+                KeptBlocks(lengths=(1.0, 1e4)),
                 PrunedLoss(length=1e4),
             )
         ),
@@ -146,13 +155,13 @@ def test_mistake_is_found_before_any_training(change, message, tmp_path, monkeyp
     mine = replace(Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ()), **change)
     monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
     with pytest.raises(ValueError, match=message):
-        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
+        run_experiment(Schedule("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
     assert not (tmp_path / "out").exists()
 
 
 def test_probes_say_what_they_need():
     config = load_config(None, ["data.source=text.txt"])
-    subject = Subject(LanguageModel(config.model), config, None, [], 2, 100)
+    subject = Probed(LanguageModel(config.model), config, None, [], 2, 100)
     with pytest.raises(ValueError, match=r"expected a run on a task, got one on 'text.txt'"):
         Wrong("wrong").measure(subject)
     config = load_config(None, ["data.source=task:parity"])

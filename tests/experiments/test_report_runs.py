@@ -11,7 +11,7 @@ from tiny_runs import StoppedError, said, stop_at, write_text
 from tiny_runs import config_of as any_config_of
 
 from attnzoo.data import build_data
-from attnzoo.experiments.compare import EvaluateConfig, Run, measure, result_of
+from attnzoo.experiments.compare import EvaluateConfig, PlannedRun, measure, result_of
 from attnzoo.experiments.report import render, results, save_result, write_report
 from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import load_run
@@ -70,7 +70,7 @@ def test_measuring_again_keeps_the_name_and_the_way_of_measuring(folder):
     run_dir = folder / "run"
     config, evaluate = load_run(run_dir)[1], EvaluateConfig(length_factor=2, tokens=128)
     config.output_dir = str(run_dir)
-    result = measure(Run("run", "my label", "nope", config), evaluate, build_data(config.data), "the command")
+    result = measure(PlannedRun("run", "my label", "nope", config), evaluate, build_data(config.data), "the command")
     save_result(result, run_dir)
     saved = result_of(run_dir)
     assert saved.length == 32

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnzoo.data import Data
-from attnzoo.experiments.probes import Loss, Subject
+from attnzoo.experiments.probes import Loss, Probed
 from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -31,11 +31,11 @@ class Copier(nn.Module):
         return SimpleNamespace(logits=50.0 * nn.functional.one_hot(known, 16).float())
 
 
-def subject(model: nn.Module, tokens: int = 4096) -> Subject:
+def subject(model: nn.Module, tokens: int = 4096) -> Probed:
     config: TrainConfig = load_config({"data": {"context_length": 32}}, ())
     held = np.random.default_rng(0).integers(1, 16, 8192).astype(np.uint16)
     data = Data(16, None, held, "")  # type: ignore[arg-type]
-    return Subject(model, config, data, [], 1, tokens)  # type: ignore[arg-type]
+    return Probed(model, config, data, [], 1, tokens)  # type: ignore[arg-type]
 
 
 def test_loss_of_a_text_read_again_is_that_of_its_second_half():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnzoo import get, list_variants, oracle
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends.fox_path import on_packed
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.pages.inplace import PagedMemory
 from attnzoo.forms.caches.pages.paged_cache import Eviction
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
@@ -124,7 +124,7 @@ def test_path_with_decays_goes_on_where_another_form_ended() -> None:
 def test_path_with_decays_steps_in_place() -> None:
     """Rows that joined after different numbers of tokens."""
     q, k, v, gate = random_inputs("path_wall", 2, 14, 2, 2, 16, 16, regime="mixed", dtype=torch.float32)
-    variant, rows, memory, steps = get("path_wall"), Rows.idle(2), None, [7, 11]
+    variant, rows, memory, steps = get("path_wall"), BatchRows.idle(2), None, [7, 11]
     expected = oracle.softmax(*doubled((q, k, v, gate)))
     for row, t in enumerate(steps):
         one = slice(row, row + 1)
@@ -322,7 +322,7 @@ def test_the_memory_of_a_gpus_generator_goes_on_from_any_cache_of_path(paged: bo
     whole = variant.extend(*piece(inputs, 0, 127))[1]
     state = variant.form_set.store.new(*piece(inputs, 0, 1))
     state = variant.extend(*piece(inputs, 0, 127), state)[1] if paged else whole
-    rows = Rows.idle(2)
+    rows = BatchRows.idle(2)
     memory = PagedMemory.like(GroupedPool, state, rows, 300, "cpu", variant.form_set.place)
     memory.admit(1, state, 300)
     rows.begin(1, 127)

@@ -178,6 +178,16 @@ def test_no_package_uses_a_private_name_of_another() -> None:
     assert not bad, "\n".join(bad)
 
 
+def test_no_class_name_stands_in_two_files() -> None:
+    files: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(module)
+    twice = {name: where for name, where in files.items() if len(where) > 1}
+    assert not twice, "\n".join(f"class {name}: {', '.join(where)}" for name, where in twice.items())
+
+
 def test_the_exceptions_are_needed() -> None:
     """An entry that no import uses any more must go."""
     assert set(LAZY) <= {(one.importer, one.imported) for one in imports()}

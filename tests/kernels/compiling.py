@@ -78,7 +78,7 @@ def linear_layer_step(dtype: torch.dtype, K: int, mamba2: bool) -> Tensor:
     options: dict[str, Any] = {"beta": logits, "norm": 1e-6}
     if mamba2:
         options = {"skip": head, "groups": 1, "gate_first": True, "writes": True}
-    decay = linear.Decay(logits, head, head, opposite=True)
+    decay = linear.DecayLogits(logits, head, head, opposite=True)
     parts = linear.RecurrentParts(conv=tuple(conv), decay=decay, finish=finish, **options)  # type: ignore[arg-type]
     return linear.linear_step(
         *made, state=torch.zeros(B, H, K, V), active=torch.zeros(B, dtype=torch.int32), parts=parts

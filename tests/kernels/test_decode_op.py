@@ -24,7 +24,7 @@ from attnzoo.kernels.decode import (
     paged_attention,
 )
 from attnzoo.kernels.decode.operands import PagedInference, PageWrite
-from attnzoo.kernels.decode.plan import Call, plan, workspace
+from attnzoo.kernels.decode.plan import DecodeCall, plan, workspace
 from attnzoo.kernels.decode.portable import attention, page_shares
 from attnzoo.kernels.decode.portable import path_pages as walks
 
@@ -201,7 +201,7 @@ class Allocated(TorchDispatchMode):
 def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     B, T, H, G, K, N = 2, 3, 4, 2, 16, 5
     table = torch.zeros(B, G, N, dtype=torch.int32)
-    call = Call(T, H // G, 64, K, K, torch.float32, carried)
+    call = DecodeCall(T, H // G, 64, K, K, torch.float32, carried)
     expected = workspace(call, plan(call, 1), B * G, N)
     monkeypatch.setattr(page_shares, "paged_shares_kernel", Nothing())
     for name in ("paged_split_kernel", "paged_combine_kernel"):
@@ -214,7 +214,7 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
         opened = OpenGroup(torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0])
     kept = PagedState(KeyPages(pages, pages, q), PageTable(table, first, length))
     groups = PathGroups(torch.zeros(1, K, K), opened)
-    given = walks.Carried(PathTokens(x, x[..., None, :], x[..., :1]), kept, groups)
+    given = walks.CarriedPages(PathTokens(x, x[..., None, :], x[..., :1]), kept, groups)
     with Allocated() as allocated:
         walked = walks.walk_and_carry(given, q, 1, 16) if carried else None
         inference = PagedInference(q, kept, None, None, None, OpOptions(None, None, 1.0))

@@ -12,10 +12,10 @@ from fox_cases import SMALL, Case, inputs, triton
 from attnzoo.kernels.common import checks, plans
 from attnzoo.kernels.common.device import GLUON, Machine, sums_over_loops
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.fox.plan import Call, heads_apart, override, plan
+from attnzoo.kernels.fox.plan import FoxCall, heads_apart, override, plan
 
 HOPPER, AMPERE, INTERPRETER = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6)), Machine((0, 0), (3, 7))
-CALL = Call(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, needs_gate_grad=True)
+CALL = FoxCall(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, needs_gate_grad=True)
 
 
 def decide(machine: Machine = HOPPER, **changes: Any) -> Plan:

@@ -11,7 +11,7 @@ from strategies import relative_error
 from torch import Tensor
 
 from attnzoo import build_attention
-from attnzoo.forms.caches.inplace import MatrixMemory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, MatrixMemory
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.models.config import ModelConfig
@@ -68,7 +68,7 @@ def tokens(T: int, seed: int, B: int = 1) -> Tensor:
 def empty(attn: Attention, sequences: int = 3) -> FixedCache:
     like = attn.new_cache()
     attn(tokens(1, 0).to(attn.o_proj.weight.dtype), cache=like)
-    return FixedCache.of(attn, like, Rows.idle(sequences, DEVICE), 64)
+    return FixedCache.of(attn, like, BatchRows.idle(sequences, DEVICE), 64)
 
 
 def begin(attn: Attention, fixed: FixedCache, row: int, seed: int) -> None:

@@ -120,4 +120,4 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "tiles"), [("fwd", Tiles(64, 128, 4, 1)), ("dkdv", Tiles(128, 64, 4, 1))])
 def test_a_tile_must_fit_a_block(kind: Any, tiles: Tiles) -> None:
     with plan.override({kind: tiles}), pytest.raises(ValueError, match=f"{kind} tiles: expected BS"):
-        plan.plan(plan.Call(300, 64, 64, torch.float16), Machine((8, 0), (3, 6)))
+        plan.plan(plan.LevelsCall(300, 64, 64, torch.float16), Machine((8, 0), (3, 6)))

@@ -98,7 +98,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnzoo.kernels.path import op
     from attnzoo.kernels.wall import op as wall_op
 
-    def merged(call: plan.Call, machine: Machine) -> Plan:
+    def merged(call: plan.LevelsCall, machine: Machine) -> Plan:
         return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.needs_gate_grad)
 
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
@@ -152,7 +152,7 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
     """As when deterministic algorithms are asked for in the forward alone."""
     from attnzoo.kernels.path import op
 
-    def forgetful(call: plan.Call, machine: Machine) -> Plan:
+    def forgetful(call: plan.LevelsCall, machine: Machine) -> Plan:
         backward = "portable" if call.deterministic else "hopper"
         return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)
 
@@ -186,7 +186,7 @@ ON_GPU = [
     ids=str,
 )
 def test_both_ways_within_budget(case: Case, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = plan.Call(case.T, case.K, case.V, dtype)
+    call = plan.LevelsCall(case.T, case.K, case.V, dtype)
     if plan.plan(call, device_facts.machine(torch.device(DEVICE))).backward != "hopper":
         pytest.skip("the one-pass backward does not run here")
     if not merged:

@@ -10,7 +10,7 @@ from named_ops import opcheck
 from torch import Tensor
 
 from attnzoo.kernels.rotation import rotate
-from attnzoo.kernels.rotation.op import Dtypes, Rotation, Vectors, forward_op
+from attnzoo.kernels.rotation.op import Dtypes, RotationInputs, Vectors, forward_op
 from attnzoo.recurrences.complex_linear import phases, rotate_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,8 +144,8 @@ def test_opcheck() -> None:
     """Fakes, autograd and functionalisation of the op; fakes without w too."""
     angle, *xs = drawn((1, 18, 2, 2, 1, 2, 16), torch.float32)
     dtypes = Dtypes(*[torch.float32] * 3)
-    opcheck(forward_op, Rotation(angle, Vectors(*xs), torch.float32, dtypes, True, True))
-    fixed = Rotation(angle.detach()[0, 0, 0], Vectors(*xs[:2], None), torch.float32, dtypes, False, False)
+    opcheck(forward_op, RotationInputs(angle, Vectors(*xs), torch.float32, dtypes, True, True))
+    fixed = RotationInputs(angle.detach()[0, 0, 0], Vectors(*xs[:2], None), torch.float32, dtypes, False, False)
     opcheck(forward_op, fixed, ["test_faketensor"])
 
 

@@ -16,7 +16,7 @@ from attnzoo import Gate, KVCache, Prune, get, oracle
 from attnzoo.algebra.transitions import Product
 from attnzoo.encodings.turned import TurnedMemory, fold, turned
 from attnzoo.forms.backends.fox_path import path_kernel
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.path.reference import path_reference_lse
@@ -136,7 +136,7 @@ def test_steps_in_place() -> None:
     """Rows that joined after different numbers of tokens, each in its own frame."""
     inputs = inputs_of(B=2, T=16, H=4, G=2, angles="tokens")
     q, k, v, gate = inputs
-    expected, starts, batch = cast(Tensor, oracle.softmax(*doubled(inputs))), (7, 12), Rows.idle(2, DEVICE)
+    expected, starts, batch = cast(Tensor, oracle.softmax(*doubled(inputs))), (7, 12), BatchRows.idle(2, DEVICE)
     memory, steps = None, list(starts)
     for row, start in enumerate(starts):
         one = slice(row, row + 1)

@@ -7,7 +7,7 @@ import torch
 from layers import D, assert_same, layer, rows
 
 from attnzoo import build_attention
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.inplace import FixedCache
 
 NAMES = ("deltanet", "gated_deltanet", "path", "path_fox")
@@ -36,7 +36,7 @@ def test_pieces_padding_and_packing_equal_whole_sequences(name):
 @torch.no_grad()
 def test_steps_of_a_fixed_memory_equal_those_of_a_cache(name):
     attn, x = layer(name, num_householder=2), rows(2, 12)
-    whole, like, batch = attn(x), attn.new_cache(), Rows.idle(2)
+    whole, like, batch = attn(x), attn.new_cache(), BatchRows.idle(2)
     attn(x[:1, :1], cache=like)
     fixed = FixedCache.of(attn, like, batch, 16)
     for row in range(2):

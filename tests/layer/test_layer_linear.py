@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnzoo.layer.dispatch
 from attnzoo import build_attention, get, list_variants
 from attnzoo.forms.backends import fla
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.device import Machine
 from attnzoo.layer.inplace import FixedCache
@@ -134,7 +134,7 @@ def test_a_peer_that_cannot_be_imported_is_a_warning_with_the_remedy(
 @torch.no_grad()
 def test_a_step_of_fixed_memory_says_that_no_kernel_runs(caplog: pytest.LogCaptureFixture) -> None:
     attn = layer("gla", torch.float64, impl="reference")
-    x, like, rows = torch.randn(1, 1, D, device=HERE, dtype=torch.float64), attn.new_cache(), Rows.idle(1, HERE)
+    x, like, rows = torch.randn(1, 1, D, device=HERE, dtype=torch.float64), attn.new_cache(), BatchRows.idle(1, HERE)
     attn(x, cache=like)
     fixed = FixedCache.of(attn, like, rows, 4)
     rows.begin(0, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers import assert_same, layer, rows
 
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import HeadNorm
 
@@ -30,7 +30,7 @@ OTHERS = {
 
 
 def filled(attn, lengths=(9, 0, 4), evict=None):
-    like, batch = attn.new_cache(evict), Rows.idle(len(lengths))
+    like, batch = attn.new_cache(evict), BatchRows.idle(len(lengths))
     attn(rows(1, 1), cache=like)
     fixed = FixedCache.of(attn, like, batch, 24)
     for row, T in enumerate(lengths):

@@ -8,7 +8,7 @@ from generated import LENGTHS, alone, build, forgetful, that_forgets
 
 from attnzoo.forms.caches import device_memory
 from attnzoo.forms.caches.device_memory import GIB
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.pages.pool import PAGE
 from attnzoo.models import Generator
 from attnzoo.models.generation import batch
@@ -234,9 +234,9 @@ def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_mem
 def test_more_sequences_than_any_memory_holds_are_counted_and_none_is_made(name, evict, monkeypatch):
     """Tables with a row for each took gigabytes and seconds before the caches were counted."""
     made = []
-    idle = Rows.idle
+    idle = BatchRows.idle
     monkeypatch.setattr(
-        Rows, "idle", staticmethod(lambda rows, device="cpu": (made.append(rows), idle(rows, device))[1])
+        BatchRows, "idle", staticmethod(lambda rows, device="cpu": (made.append(rows), idle(rows, device))[1])
     )
     if evict is not None and name not in ("fox", "path_fox"):
         evict = None

@@ -9,7 +9,7 @@ from generated import alone, build, filled
 from layers import layer, rows
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.pages import inplace
 from attnzoo.forms.caches.pages.pool import PAGE
 from attnzoo.kernels.decode import reference
@@ -35,7 +35,7 @@ def forget_within_tokens(attn):
 
 def steps(attn, fixed, tokens, seen):
     """Two steps of so many tokens each, on a copy: what the memory gives."""
-    fixed, batch, found = copy.deepcopy(fixed), Rows.idle(1), []
+    fixed, batch, found = copy.deepcopy(fixed), BatchRows.idle(1), []
     batch = fixed.rows = fixed.memory.rows
     batch.tokens = tokens
     for name in ("step", "whole_step"):

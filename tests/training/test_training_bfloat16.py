@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from tiny_runs import StoppedError, config_of, outcome, stop_at, write_text
 
 from attnzoo.data import build_data
-from attnzoo.experiments.compare import EvaluateConfig, Run, measure
+from attnzoo.experiments.compare import EvaluateConfig, PlannedRun, measure
 from attnzoo.trained.continuation import load_text_model
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.model import new_model
@@ -94,7 +94,7 @@ def test_a_run_is_measured_and_writes_as_it_was_trained(folder):
     config = load_run(folder / "run")[1]
     data = build_data(config.data)
     evaluate = EvaluateConfig(length_factor=1, tokens=100)
-    measured = measure(Run("fox", "FoX", "fox", config), evaluate, data, "").losses
+    measured = measure(PlannedRun("fox", "FoX", "fox", config), evaluate, data, "").losses
     assert float(measured.mean()) == pytest.approx(read_metrics(folder / "run")[-1]["loss"], rel=1e-3)
     assert load_text_model(folder / "run", "cpu").model.head.weight.dtype == torch.bfloat16
 

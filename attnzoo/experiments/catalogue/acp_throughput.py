@@ -3,7 +3,7 @@
 from attnzoo.experiments.catalogue.pairs import CPU, PACKAGES, size
 from attnzoo.experiments.claims import AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import Kept, Loss, PrunedLoss, Speed
+from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
 
 PAPER = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
 FOX, ACP = "FoX (Pro)", "FoX (Pro), ACP"
@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
             if (name, tokens) != ("3m", 4096)
         },
     },
-    probes=(Speed(), Loss(), Kept(lengths=(1.0,), block=64), PrunedLoss(length=1.0)),
+    probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), PrunedLoss(length=1.0)),
     expectations=(
         Expectation("Training is faster with pruning.", f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
                     Below(Value(FOX, "training speed"), Value(ACP, "training speed"))),

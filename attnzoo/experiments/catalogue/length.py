@@ -2,7 +2,7 @@
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Value, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
-from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Speed
+from attnzoo.experiments.probes import AddedByLength, KeptBlocks, Loss, LossByPlace, PrunedLoss, Speed
 
 FOX = "Lin et al., Forgetting Transformer (2025)"
 ACP = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
@@ -65,7 +65,7 @@ EXPERIMENT = Experiment(
             tokens=262144,
         ),
     },
-    probes=(Loss(), ADDED, BANDS, Kept(), PrunedLoss(), Speed()),
+    probes=(Loss(), ADDED, BANDS, KeptBlocks(), PrunedLoss(), Speed()),
     expectations=(
         Expectation("RoPE's loss rises beyond its training context.", f"{FOX}, Figure 2",
                     All((rises("Transformer (Pro)"), rises("Transformer (LLaMA)"))), sizes=("cpu",)),

@@ -4,7 +4,7 @@ from typing import Any
 
 from attnzoo.experiments.claims import All, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
-from attnzoo.experiments.probes import Kept, Loss, LossByPlace, Speed
+from attnzoo.experiments.probes import KeptBlocks, Loss, LossByPlace, Speed
 from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
 
 OURS = "our own question; the pairs are Arshia Afzal's (2026)"
@@ -88,7 +88,7 @@ EXPERIMENT = Experiment(
     },
     probes=(
         Loss(), LossByStretch(), LossByPlace(factor=8, bands=2), ReadAgain(lengths=(1.0, 8.0)),
-        Kept(lengths=(1.0, 8.0), block=64), Speed(),
+        KeptBlocks(lengths=(1.0, 8.0), block=64), Speed(),
     ),
     expectations=(
         Expectation("What helps a recurrence helps its dual, with the papers' gates: the gains are correlated.", OURS,

@@ -8,11 +8,11 @@ from typing import Any
 
 from attnzoo.data.tasks import Examples, Task, build_task
 from attnzoo.evaluation.answers import Answers, measure_answers
-from attnzoo.trained.model import Subject, load_subject
+from attnzoo.trained.model import TrainedModel, load_subject
 
 
 def evaluate(
-    source: Path | Subject,
+    source: Path | TrainedModel,
     on: Sequence[tuple[str, Mapping[str, Any]]] = (),
     lengths: Sequence[int] = (),
     rows: int = 256,
@@ -35,7 +35,7 @@ def evaluate(
         FileNotFoundError: neither is there, or no checkpoint.
         ValueError: no such task or option, no task at all, or one whose tokens mean something else to the run.
     """
-    subject = source if isinstance(source, Subject) else load_subject(source, device)
+    subject = source if isinstance(source, TrainedModel) else load_subject(source, device)
     if not on and subject.task is None:
         said = "does not say on which it was trained"
         if subject.config is not None:
@@ -47,7 +47,7 @@ def evaluate(
             yield title, measure_answers(subject.model, Examples(task, length, seed, held_out=True), rows)
 
 
-def task_for(subject: Subject, name: str, options: Mapping[str, Any]) -> tuple[str, Task]:
+def task_for(subject: TrainedModel, name: str, options: Mapping[str, Any]) -> tuple[str, Task]:
     """A task with options that are the model's own where nothing else is said, and its name with them in words.
 
     Raises:

@@ -40,7 +40,7 @@ from attnzoo.evaluation import (
 )
 from attnzoo.experiments.evaluate.answers import task_for
 from attnzoo.experiments.evaluate.forgetting import MemoryCurves, measure_memory
-from attnzoo.trained.model import Subject, held_out_text, load_subject
+from attnzoo.trained.model import TrainedModel, held_out_text, load_subject
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
 from attnzoo.training.digests import MODEL, damage
 
@@ -94,7 +94,7 @@ class PruningHistory:
     steps: tuple[PrunedShares, ...]
 
 
-def loss(subject: Subject, common: Common, *, factor: int | None = None, tokens: int = 65536) -> LossCurve:
+def loss(subject: TrainedModel, common: Common, *, factor: int | None = None, tokens: int = 65536) -> LossCurve:
     """Loss by position, L(i), and perplexity by context length, P(l), on held-out text.
 
     Args:
@@ -111,7 +111,7 @@ def loss(subject: Subject, common: Common, *, factor: int | None = None, tokens:
 
 
 def lengths(
-    subject: Subject, common: Common, *, task: str | None = None, factor: int = 8, **options: Any
+    subject: TrainedModel, common: Common, *, task: str | None = None, factor: int = 8, **options: Any
 ) -> LengthCurve:
     """Wrong answers to a task on rows that grow to several training contexts.
 
@@ -127,7 +127,7 @@ def lengths(
     return measure_lengths(subject.model, built, lengths, rows, seed, subject.context)
 
 
-def ask_task(subject: Subject, common: Common, name: str, options: Mapping[str, Any]) -> LengthCurve:
+def ask_task(subject: TrainedModel, common: Common, name: str, options: Mapping[str, Any]) -> LengthCurve:
     """Answers to a task at each length."""
     _, built = task_for(subject, name, options)
     lengths = common.length or (subject.context or built.length,)
@@ -136,7 +136,7 @@ def ask_task(subject: Subject, common: Common, name: str, options: Mapping[str, 
 
 
 def haystack(
-    subject: Subject, common: Common, *, mode: str = "both", digits: int | None = None, depths: int = 5
+    subject: TrainedModel, common: Common, *, mode: str = "both", digits: int | None = None, depths: int = 5
 ) -> NeedlePictures:
     """A needle by depth and length: in a text for models of texts, else by the task `needle`.
 
@@ -181,7 +181,7 @@ def _has_room(task: Task, length: int) -> bool:
 
 
 def pruning(
-    subject: Subject, common: Common, *, eps: float = Prune().eps, bound: str = "tail", history: bool = True
+    subject: TrainedModel, common: Common, *, eps: float = Prune().eps, bound: str = "tail", history: bool = True
 ) -> PruningHistory:
     """Share of the attention that pruning leaves out, per head and layer, at every checkpoint of a run.
 
@@ -202,7 +202,7 @@ def pruning(
     return PruningHistory((*steps, measure_pruning(subject.model, window, prune, now)))
 
 
-def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> Subject:
+def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> TrainedModel:
     """The model of an earlier checkpoint, on the device and in the dtype of ``like``."""
     try:
         wrong = damage(checkpoint, MODEL)
@@ -216,8 +216,8 @@ def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> Subject:
 
 
 def eps(
-    subject: Subject, common: Common, *, least: float = 1e-8, most: float = 0.1, count: int = 8, bound: str = "tail",
-    tokens: int = 16384,
+    subject: TrainedModel, common: Common, *, least: float = 1e-8, most: float = 0.1, count: int = 8,
+    bound: str = "tail", tokens: int = 16384,
 ) -> EpsSweep:  # fmt: skip
     """Loss, kept share and time by the eps of pruning.
 
@@ -232,7 +232,7 @@ def eps(
     return sweep_eps(subject.model, windows, default_epsilons(least, most, count), bound)
 
 
-def context(subject: Subject, common: Common, *, eps: float = 0.01) -> EffectiveContext:
+def context(subject: TrainedModel, common: Common, *, eps: float = 0.01) -> EffectiveContext:
     """Effective context per head: the newest keys that hold all but eps of a row's weight.
 
     Args:
@@ -242,7 +242,7 @@ def context(subject: Subject, common: Common, *, eps: float = 0.01) -> Effective
 
 
 def maps(
-    subject: Subject, common: Common, *, tokens: int = 32, start: int = 0, layer: int | None = None
+    subject: TrainedModel, common: Common, *, tokens: int = 32, start: int = 0, layer: int | None = None
 ) -> AttentionMaps:
     """Attention weights and forget gates of a piece of text, with its tokens on the axes.
 
@@ -267,7 +267,7 @@ def maps(
 
 
 def memory(
-    subject: Subject,
+    subject: TrainedModel,
     common: Common,
     *,
     rule: str | None = None,
@@ -293,7 +293,7 @@ def memory(
 
 
 def harness(
-    subject: Subject, common: Common, *, task: str, limit: int | None = None, shots: int | None = None
+    subject: TrainedModel, common: Common, *, task: str, limit: int | None = None, shots: int | None = None
 ) -> HarnessScores:
     """A task of lm-eval's harness, by its name or by the file that defines it.
 
@@ -312,7 +312,7 @@ def harness(
     )
 
 
-def _context(subject: Subject, usual: int | None = None) -> int:
+def _context(subject: TrainedModel, usual: int | None = None) -> int:
     """Tokens per training sequence."""
     context = subject.context or usual
     if context is None:
@@ -320,7 +320,7 @@ def _context(subject: Subject, usual: int | None = None) -> int:
     return context
 
 
-def _windows(subject: Subject, common: Common, factor: int, tokens: int) -> Tensor:
+def _windows(subject: TrainedModel, common: Common, factor: int, tokens: int) -> Tensor:
     """Held-out windows of some training contexts, or of the only length that is given, ``[N, length + 1]``."""
     if factor < 1 or tokens < 1:
         raise ValueError(f"factor, tokens: expected at least 1, got {factor}, {tokens}")
@@ -330,7 +330,7 @@ def _windows(subject: Subject, common: Common, factor: int, tokens: int) -> Tens
     return torch.from_numpy(heldout_windows(held_out_text(subject, common.text), length, tokens))
 
 
-def _row(subject: Subject, common: Common) -> tuple[Tensor, Sequence[str]]:
+def _row(subject: TrainedModel, common: Common) -> tuple[Tensor, Sequence[str]]:
     """Tokens ``[T]`` for what reads one row: a held-out row of a run on a task, with the task's words, else a text."""
     if subject.task is None or common.text is not None:
         return _windows(subject, common, 1, 1)[0, :-1], ()

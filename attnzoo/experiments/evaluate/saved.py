@@ -18,13 +18,13 @@ from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import parse_json, write_whole
-from attnzoo.trained.model import Subject, fresh_subject, load_subject
+from attnzoo.trained.model import TrainedModel, fresh_subject, load_subject
 from attnzoo.training.recipe import load_config
 
 FOLDER = "evaluations"  # in a run's folder
 
 
-def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
     """A run, a model folder, or a model with fresh weights by the name of a configuration.
 
     Args:
@@ -46,7 +46,7 @@ def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = Non
     return fresh_subject(what, load_config(found), device, dtype)
 
 
-def document(subject: Subject, name: str, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
+def document(subject: TrainedModel, name: str, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
     """A result with what it is of, as JSON holds it.
 
     Args:

@@ -14,7 +14,7 @@ from attnzoo.data.tasks import TASKS, is_task
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.experiments.evaluate import forgetting, lines, measures, pictures
 from attnzoo.experiments.evaluate.measures import Common
-from attnzoo.trained.model import Subject
+from attnzoo.trained.model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def evaluation(name: str) -> Evaluation:
     return EVALUATIONS[name]
 
 
-def measure(subject: Subject, name: str, options: Mapping[str, Any], common: Common) -> Any:
+def measure(subject: TrainedModel, name: str, options: Mapping[str, Any], common: Common) -> Any:
     """The result of an evaluation, a dataclass.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import records
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, existing, separated
@@ -108,7 +108,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         (T, H, K), (G, V) = call.q.shape[1:], call.v.shape[2:]
         S = T if call.state is None else len(call.state) + T
         learns = call.gate.log_decay is not None and records(call.gate.log_decay)
-        asked = plan.Call(
+        asked = plan.FoxCall(
             T, S, H // G, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(),
             masked=call.state is not None and _padded(call),
         )  # fmt: skip
@@ -189,14 +189,14 @@ def path_kernel() -> Kernel:
             return "one fused step over all keys", ""
         learns = call.gate.log_decay is not None and records(call.gate.log_decay)
         shortened = bool({"prune", "window"} & call.options.keys())
-        asked = plan.Call(
+        asked = plan.LevelsCall(
             call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, learns,
             torch.are_deterministic_algorithms_enabled(), shortened,
         )  # fmt: skip
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
 
-    def in_place(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
+    def in_place(state: KVCache, rows: BatchRows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
         from attnzoo.kernels.path import triton_unavailable
 
         if state.k.shape[2] != state.v.shape[2] or triton_unavailable(state.k.to(state.v.dtype), state.v):

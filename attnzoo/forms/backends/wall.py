@@ -81,7 +81,7 @@ def wall_kernel() -> Kernel:
             one = call.q.shape[1] == 1 or _window(call)
             return "a step per token over all keys" if one else "the new tokens, and one pass over all keys", ""
         needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)
-        asked = plan.Call(
+        asked = plan.LevelsCall(
             call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, needs_gate_grad,
             torch.are_deterministic_algorithms_enabled(), shortened="prune" in call.options,
         )  # fmt: skip

@@ -22,7 +22,7 @@ Extend = Callable[[Call], tuple[Any, Any]]  # how a layer runs a call: its outpu
 
 
 @dataclass(eq=False)
-class Rows:
+class BatchRows:
     """The sequences of a batch, for all layers; whoever calls them counts their tokens, before and after each step.
 
     Args:
@@ -43,10 +43,10 @@ class Rows:
         return self.active if self.tokens == 1 else self.active * self.tokens
 
     @staticmethod
-    def idle(rows: int, device: torch.device | str = "cpu") -> Rows:
+    def idle(rows: int, device: torch.device | str = "cpu") -> BatchRows:
         """No sequence yet in any of ``rows`` rows."""
         length, active = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
-        return Rows(length, active, [0] * rows)
+        return BatchRows(length, active, [0] * rows)
 
     def begin(self, row: int, tokens: int) -> None:
         """A sequence of ``tokens`` tokens goes on in row ``row``."""
@@ -113,12 +113,12 @@ class MatrixMemory(Memory):
 
     Args:
         matrix: ``S^T``, ``[B, H, K, V]``.
-        rows: see :class:`Rows`.
+        rows: see :class:`BatchRows`.
         last: the step of several tokens that :meth:`keep` ends.
     """
 
     matrix: Tensor
-    rows: Rows
+    rows: BatchRows
     last: tuple[Call, Extend] | None = None
 
     @property
@@ -126,7 +126,7 @@ class MatrixMemory(Memory):
         return "matrix"
 
     @staticmethod
-    def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
+    def like(state: RecurrentState, rows: BatchRows, device: torch.device | str) -> MatrixMemory:
         """Zeros for sequences with states such as this one."""
         matrix = state.matrix
         return MatrixMemory(torch.zeros(len(rows.lengths), *matrix.shape[1:], dtype=matrix.dtype, device=device), rows)

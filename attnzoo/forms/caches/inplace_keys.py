@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, block_decay, compute_dtype, heads_first
 from attnzoo.forms.caches.device_memory import size_of
-from attnzoo.forms.caches.inplace import Extend, Memory, Rows, tokens_of
+from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
@@ -30,7 +30,7 @@ class KeyMemory(Memory):
     Args:
         transition: what multiplies the keys before a new one; None where they stand as they were written.
         place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.SoftmaxForms`, or None.
-        rows: see :class:`Rows`.
+        rows: see :class:`BatchRows`.
         k: keys, ``[B, G, K, S]`` (``[B, H, K, S]`` where the transition is per query head).
         v: values, ``[B, G, S, V]``.
         decay: log decays from each key to the last token, ``[B, H, S]`` float64, or None.
@@ -40,7 +40,7 @@ class KeyMemory(Memory):
 
     transition: Transition | None
     place: Callable[..., Any] | None
-    rows: Rows
+    rows: BatchRows
     k: Tensor
     v: Tensor
     decay: Tensor | None
@@ -50,7 +50,7 @@ class KeyMemory(Memory):
 
     @staticmethod
     def like(
-        state: KVCache, rows: Rows, tokens: int, device: torch.device | str,
+        state: KVCache, rows: BatchRows, tokens: int, device: torch.device | str,
         transition: Transition | None, place: Callable[..., Any] | None,
     ) -> KeyMemory:  # fmt: skip
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
@@ -184,7 +184,7 @@ class CarriedMemory(Memory):
     tokens come one after the other: over a copy of the keys, and when it is known which stay, over the keys.
 
     Args:
-        rows: see :class:`Rows`.
+        rows: see :class:`BatchRows`.
         k: keys ``[B, S + 1, G, K]`` float32.
         v: values ``[B, S + 1, G, V]``.
         gates: log decays ``[B, S + 1, H]`` float32, or None.
@@ -192,7 +192,7 @@ class CarriedMemory(Memory):
         last: the step of several tokens that :meth:`keep` ends.
     """
 
-    rows: Rows
+    rows: BatchRows
     k: Tensor
     v: Tensor
     gates: Tensor | None
@@ -200,7 +200,7 @@ class CarriedMemory(Memory):
     last: Call | None = None
 
     @staticmethod
-    def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
+    def like(state: KVCache, rows: BatchRows, tokens: int, device: torch.device | str) -> CarriedMemory:
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
 
         def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import records
-from attnzoo.forms.caches.inplace import Memory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.inplace_keys import KeyMemory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
 from attnzoo.forms.caches.pages.page_table import PoolSizes
@@ -75,7 +75,7 @@ class KeyStore(Protocol):
         """The output ``[B, T, H, V]`` of few tokens by kernels, and the cache with them."""
 
     def in_place(
-        self, forms: Keeper, state: Any, rows: Rows, tokens: int, device: torch.device | str,
+        self, forms: Keeper, state: Any, rows: BatchRows, tokens: int, device: torch.device | str,
         paged: bool | None,
     ) -> Memory:  # fmt: skip
         """The memory of steps that change it in place; see :meth:`~attnzoo.forms.softmax.SoftmaxForms.in_place`."""
@@ -124,7 +124,7 @@ class PlacedKeys(_Pages):
         return _refuses(form, call) or triton_unavailable(call.q, call.v)
 
     def in_place(
-        self, forms: Keeper, state: Any, rows: Rows, tokens: int, device: torch.device | str,
+        self, forms: Keeper, state: Any, rows: BatchRows, tokens: int, device: torch.device | str,
         paged: bool | None,
     ) -> Memory:  # fmt: skip
         if state.in_pages and paged is False:
@@ -161,7 +161,7 @@ class CarriedKeys(_Pages):
         return super().step(forms, call, given)
 
     def in_place(
-        self, forms: Keeper, state: Any, rows: Rows, tokens: int, device: torch.device | str,
+        self, forms: Keeper, state: Any, rows: BatchRows, tokens: int, device: torch.device | str,
         paged: bool | None,
     ) -> Memory:  # fmt: skip
         if paged:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.forms.caches.device_memory import GIB, check_memory, size_of
-from attnzoo.forms.caches.inplace import Rows
+from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import DecoderBlock, LanguageModel
-from attnzoo.models.generation.fused import Product
+from attnzoo.models.generation.fused import StackedMaps
 from attnzoo.models.generation.fused import fuse as fused
 from attnzoo.models.generation.proposals import Proposals
 from attnzoo.models.generation.request import Request
@@ -60,9 +60,9 @@ class Batch:
         self.model, self.device = model, model.embedding.weight.device
         self.evict, self.budget, self.graphed = evict, budget, graph
         self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
-        self.blocks, self.products = list(model.blocks), list[Product]()
+        self.blocks, self.products = list(model.blocks), list[StackedMaps]()
         layers = self._layers(size, max_tokens, fuse)
-        self.rows = Rows.idle(size, self.device)
+        self.rows = BatchRows.idle(size, self.device)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
@@ -90,7 +90,7 @@ class Batch:
                 (total, beside), (before, besides) = needed(COUNTED), needed(COUNTED - 1)
                 more = rows - COUNTED
                 return total + more * (total - before), beside + more * (beside - besides)
-            idle = Rows.idle(rows, self.device)
+            idle = BatchRows.idle(rows, self.device)
             meta = [FixedCache.of(layer, one, idle, max_tokens, "meta") for layer, one in layers]
             return _bytes(meta), max(cache.workspace() for cache in meta)  # one layer after the other
 

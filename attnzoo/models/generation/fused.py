@@ -15,7 +15,7 @@ from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.precision import GateLinear
 
 
-class Product:
+class StackedMaps:
     """The weights of several linear maps, one above the other: a copy.
 
     Args:
@@ -34,7 +34,7 @@ class Product:
             rows.copy_(one.weight)
 
 
-class Part(nn.Module):
+class StackedMap(nn.Module):
     """Stands for one map of a product; the first of them multiplies for all.
 
     Args:
@@ -42,7 +42,7 @@ class Part(nn.Module):
         place: its own.
     """
 
-    def __init__(self, product: Product, place: int) -> None:
+    def __init__(self, product: StackedMaps, place: int) -> None:
         super().__init__()
         self.product, self.place, self.bias = product, place, product.maps[place].bias
 
@@ -58,7 +58,7 @@ class Part(nn.Module):
         return self.product.given[self.place]
 
 
-def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.Module], list[Product]]:
+def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.Module], list[StackedMaps]]:
     """Blocks with the same parameters in which maps of one input are one product, and these products.
 
     Args:
@@ -71,9 +71,9 @@ def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.M
     groups = _of_one_input(blocks, run)
     needed = sum(size_of(one.weight) for maps in groups for one in maps)
     check_memory(needed, next(blocks[0].parameters()).device, "weights one above the other")
-    products = [Product(maps) for maps in groups]
+    products = [StackedMaps(maps) for maps in groups]
     parts: dict[nn.Module, nn.Module] = {
-        one: Part(product, place) for product in products for place, one in enumerate(product.maps)
+        one: StackedMap(product, place) for product in products for place, one in enumerate(product.maps)
     }
     return [_twin(block, parts) for block in blocks], products
 

@@ -24,7 +24,7 @@ from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, hea
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.operands import PagedInference
-from attnzoo.kernels.decode.plan import Plan
+from attnzoo.kernels.decode.plan import DecodePlan
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
 from attnzoo.kernels.decode.portable.path_pages import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import drop_pages
@@ -164,7 +164,7 @@ def paged_combine_kernel(
 
 
 def paged_forward(
-    x: PagedInference, plan: Plan, walked: dict[str, Any] | None = None, shares: Shares | None = None,
+    x: PagedInference, plan: DecodePlan, walked: dict[str, Any] | None = None, shares: Shares | None = None,
     finish: Finish | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels on checked inputs.

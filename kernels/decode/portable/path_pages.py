@@ -30,7 +30,7 @@ NOT_WALKED = {"GROUP": 0, "IN_PLACE": True, "HAS_COUNT": False}  # rows that mee
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
+class CarriedPages:
     """The new tokens of a step, the pages, and the pages' products; see ``decode/path_pages.py``."""
 
     tokens: PathTokens
@@ -280,7 +280,7 @@ def paged_carry_kernel(
                 tl.store(p_f + o_f, b_f, mask=m_f & (n_new > 0))
 
 
-def walk_and_carry(carried: Carried, q: Tensor | None, window: int, BT: int, carry: bool = True) -> dict[str, Any]:
+def walk_and_carry(carried: CarriedPages, q: Tensor | None, window: int, BT: int, carry: bool = True) -> dict[str, Any]:
     """Launch the kernel, after the new tokens have been added to all else that the pool keeps.
 
     Args:

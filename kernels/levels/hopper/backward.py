@@ -8,14 +8,16 @@ from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import cdiv, describable, head_block, row_strides
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.levels.hopper.backward_kernel import path_bwd_hopper_kernel
-from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles
+from attnzoo.kernels.levels.layout import Leaves, Levels, QueryGradientTiles
 from attnzoo.kernels.levels.operands import LevelGradients, LevelRows
 from attnzoo.kernels.levels.plan import one_pass_tiles, pair_warps
 
 from .pair import path_finish_kernel, path_pair_kernel
 
 
-def levels_backward_hopper(x: LevelRows, grads: LevelGradients, plan: Plan) -> tuple[Leaves, Levels, Tiles | None]:
+def levels_backward_hopper(
+    x: LevelRows, grads: LevelGradients, plan: Plan
+) -> tuple[Leaves, Levels, QueryGradientTiles | None]:
     """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
     Works on the queries of the levels in float32 beside its results. Not deterministic.
@@ -67,5 +69,5 @@ def levels_backward_hopper(x: LevelRows, grads: LevelGradients, plan: Plan) -> t
             dq_tiles, d_levels.q, sums, p_w, d_key, limits[1], B, T, Tq, 0 if tiled else n, scale, H=H, K=K, BK=BK,
             BT=t.BT, M=M, N=t.num_warps // M, HAS_ROW=row_sums is not None, **flags, num_warps=8,
         )  # fmt: skip
-    tiles = Tiles(dq_tiles, scale, t.num_warps) if tiled else None
+    tiles = QueryGradientTiles(dq_tiles, scale, t.num_warps) if tiled else None
     return d_block, d_levels, tiles

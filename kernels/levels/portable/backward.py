@@ -23,7 +23,7 @@ from attnzoo.kernels.common.launching import (
 )
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
-from attnzoo.kernels.levels.layout import Leaves, Levels, Tiles
+from attnzoo.kernels.levels.layout import Leaves, Levels, QueryGradientTiles
 from attnzoo.kernels.levels.operands import LevelGradients, LevelRows
 from attnzoo.kernels.levels.plan import pair_width
 
@@ -32,7 +32,9 @@ from .dq import path_dq_portable_kernel
 from .forward import levels_descriptor, value_block
 
 
-def levels_backward(x: LevelRows, grads: LevelGradients, plan: Plan) -> tuple[Leaves, Levels, Tiles | None]:
+def levels_backward(
+    x: LevelRows, grads: LevelGradients, plan: Plan
+) -> tuple[Leaves, Levels, QueryGradientTiles | None]:
     """Gradients of the blocks (without m) and of the levels, as far as wanted; fills dv and the sums of dS.
 
     Those of the levels' queries are in the tiles, where there are any.

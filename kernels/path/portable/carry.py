@@ -23,7 +23,7 @@ from attnzoo.kernels.levels.layout import (
     Carried,
     Leaves,
     Levels,
-    Tiles,
+    QueryGradientTiles,
     Wanted,
     level_count,
     level_rows,
@@ -259,7 +259,7 @@ def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None)
 
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
-    wanted: Wanted = EVERYTHING, tiles: Tiles | None = None,
+    wanted: Wanted = EVERYTHING, tiles: QueryGradientTiles | None = None,
 ) -> tuple[Tensor, Tensor, Levels]:  # fmt: skip
     """Gradients of block.q and block.k in their dtypes, undefined where not wanted, and what ``tree.node_gradients``
     reads beside d: D of scale 0.

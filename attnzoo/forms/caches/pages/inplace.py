@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.caches.device_memory import size_of
-from attnzoo.forms.caches.inplace import Extend, Memory, Rows
+from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.paged_cache import Eviction
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
@@ -36,7 +36,7 @@ class PagedMemory(Memory):
 
     Args:
         pool: whose ``lengths`` are those of ``rows``.
-        rows: see :class:`~attnzoo.forms.caches.inplace.Rows`.
+        rows: see :class:`~attnzoo.forms.caches.inplace.BatchRows`.
         place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.SoftmaxForms`.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
         evict: what keys are evicted by; None for none.
@@ -45,7 +45,7 @@ class PagedMemory(Memory):
     """
 
     pool: KeyPool
-    rows: Rows
+    rows: BatchRows
     place: Callable[..., Any]
     phase: Tensor | None
     evict: Eviction | None = None
@@ -63,7 +63,12 @@ class PagedMemory(Memory):
 
     @staticmethod
     def like(
-        kind: type[KeyPool], state: Any, rows: Rows, tokens: int, device: torch.device | str, place: Callable[..., Any]
+        kind: type[KeyPool],
+        state: Any,
+        rows: BatchRows,
+        tokens: int,
+        device: torch.device | str,
+        place: Callable[..., Any],
     ) -> PagedMemory:
         """An empty memory in a pool of ``kind``; see :meth:`~attnzoo.forms.caches.pages.pool.KeyPool.like`."""
         B, evict, phase = len(rows.lengths), state.evict, state.phase
