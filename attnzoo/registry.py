@@ -11,9 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from attnzoo.algebra.gate import PARTS, groups
+from torch import Tensor
+
+from attnzoo.algebra import oracle
+from attnzoo.algebra.gate import PARTS, groups, in_product
+from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
@@ -23,8 +27,7 @@ Side = Literal["linear", "softmax"]
 
 def product_of(parts: Collection[str]) -> str:
     """``R_t`` of a gate with these parts, in symbols."""
-    factors = [declared.factor for part, declared in PARTS.items() if part in parts and declared.factor]
-    return factors[0] if len(factors) == 1 else " ".join(f"({f})" if "-" in f else f for f in factors) or "I"
+    return in_product(declared.factor for part, declared in PARTS.items() if part in parts and declared.factor)
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,16 @@ class Pair:
         softmax: name of its softmax dual.
         requires: gate parts that both take.
         g: the scalar log-decay, in words or symbols; made of ``requires`` when empty.
-        R: the matrix transition, in symbols; made of ``requires`` when empty.
+        R: the matrix transition, in symbols; made of ``transition`` or ``requires`` when empty.
         note: what a reader of the literature should know.
         linear_module: where the linear forms live; when empty, the file of that name for a built-in pair, and else no
-            module: forms and layer are made of ``requires``.
+            module: forms are made of ``transition`` or ``requires``, and the layer of ``requires``.
         softmax_module: the same of the softmax forms.
         paper: source of what has no module that names one; when empty, those of the parts.
         linear_layer: defaults of the linear side's layer, over those made of ``requires``: what ``build_attention``
             takes. A side with a module has them there, as ``LAYER``.
         softmax_layer: the same of the softmax side.
+        transition: R_t of both sides, of a pair without modules; None for the product of the factors of ``requires``.
     """
 
     linear: str
@@ -58,11 +62,13 @@ class Pair:
     paper: str = ""
     linear_layer: Mapping[str, Any] = field(default_factory=dict, hash=False)
     softmax_layer: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    transition: Transition | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         parts = self.requires if isinstance(self.requires, tuple) else ()  # register says what is wrong
         object.__setattr__(self, "g", self.g or ("g_t" if "log_decay" in parts else "0"))
-        object.__setattr__(self, "R", self.R or product_of(parts))
+        own = self.transition.shown if isinstance(self.transition, Transition) else ""
+        object.__setattr__(self, "R", self.R or own or product_of(parts))
 
 
 # fmt: off
@@ -162,6 +168,19 @@ class Variant:
         return self.form_set.refuses(form, call)
 
     @property
+    def transition(self) -> Transition | None:
+        """R_t of its pair, as its linear side has it; None where that names none."""
+        linear = self if self.side == "linear" else self.dual
+        return getattr(linear.form_set, "transition", None)
+
+    @property
+    def oracle(self) -> Callable[..., Tensor]:
+        """What its forms must equal in float64, ``(q, k, v, gate, *, scale=None) -> [B, T, H, V]``: the readout of
+        its side over the matrices of :attr:`transition`."""
+        readout = oracle.linear if self.side == "linear" else oracle.softmax
+        return functools.partial(cast(Callable[..., Tensor], readout), transition=self.transition)
+
+    @property
     def note(self) -> str:
         return self.pair.note
 
@@ -191,10 +210,10 @@ def register(pair: Pair) -> None:
         pair: the row, with the modules that hold its two sides.
 
     Raises:
-        TypeError: not a :class:`Pair`, one whose names (of modules, too) are none, whose parts are no tuple, or whose
-            layers are no mappings.
+        TypeError: not a :class:`Pair`, one whose names (of modules, too) are none, whose parts are no tuple, whose
+            layers are no mappings, or whose transition is none.
         ValueError: a name that is taken, given twice or none for a file, an unknown gate part, one given twice, w
-            without beta or the other way round, or a layer beside a module.
+            without beta or the other way round, or a layer or a transition beside a module.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
@@ -212,6 +231,10 @@ def register(pair: Pair) -> None:
             raise TypeError(f"pair.{side}_layer: expected options by name, such as {{'gate': 'forget'}}, got {layer!r}")
         if layer and module:
             raise ValueError(f"pair.{side}_layer: expected none beside a module ({module}.LAYER has it), got {layer!r}")
+        if pair.transition is not None and module:
+            raise ValueError(f"pair.{side}_module: expected none beside a transition, got {module!r}")
+    if not isinstance(pair.transition, Transition | None):
+        raise TypeError(f"pair.transition: expected an object of a class Transition, got {pair.transition!r}")
     if pair.linear == pair.softmax:
         raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):
@@ -348,7 +371,7 @@ def _module(pair: Pair, side: Side) -> ModuleType:
     alone = [_first_of(group) for group in groups(pair.requires) if set(group) != set(pair.requires)]
     papers = dict.fromkeys(get(getattr(of_part, side)).paper for of_part in alone if of_part is not None)
     made.__dict__.update(
-        FORMS=forms(*pair.requires),
+        FORMS=forms(*pair.requires, transition=pair.transition),
         LAYER=layer(*pair.requires) | dict(getattr(pair, f"{side}_layer")),
         PAPER=pair.paper or "; ".join(papers),
     )

@@ -10,7 +10,6 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
-from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import Call, is_brief
@@ -85,7 +84,7 @@ def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
         cotangent = torch.randn(
             _output_shape(inputs), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
         )
-        expected = _value_and_gradients(_oracle(variant), inputs, cotangent)
+        expected = _value_and_gradients(variant.oracle, inputs, cotangent)
         for name, form in forms.items():
             if failed[name]:
                 continue
@@ -115,10 +114,6 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
         return float("inf")
     size = float(expected.abs().max())
     return float((got.double() - expected.double()).abs().max()) / (size if size > 0 else 1.0)
-
-
-def _oracle(variant: Variant) -> Form:
-    return oracle.linear if variant.side == "linear" else cast(Form, oracle.softmax)
 
 
 def _output_shape(inputs: Inputs) -> tuple[int, ...]:
@@ -164,7 +159,7 @@ def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
         gate = replace(gate, w=gate.w.to(torch.bfloat16))
     cotangent = torch.randn(_output_shape(inputs), generator=torch.Generator().manual_seed(seed)).to(device)
     tie = _tied if form == "fla" and gate.w is not None else _same
-    expected = _value_and_gradients(tie(_oracle(variant)), (q, k, v, gate), cotangent)
+    expected = _value_and_gradients(tie(variant.oracle), (q, k, v, gate), cotangent)
     reference = _value_and_gradients(tie(variant.forms["parallel"]), (q, k, v, gate), cotangent)
     try:
         run = tie(variant.forms[form])

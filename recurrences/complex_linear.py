@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 from attnzoo.forms.backends.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.backends.recurrent import FEW_TOKENS
@@ -93,6 +94,7 @@ class Rotation(Transition):
 
     parts = ("angle",)
     width = 2
+    symbol = PARTS["angle"].factor
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return self.carry(cast(Tensor, gate.angle), state)

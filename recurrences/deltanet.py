@@ -15,6 +15,7 @@ from typing import cast
 
 from torch import Tensor
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import RankOne, in_order, rank_one_block
 from attnzoo.forms.backends.fla import FLA_DELTA_RULE
@@ -37,6 +38,7 @@ class Householder(Transition):
     :class:`~attnzoo.algebra.transitions.Product`; ``total`` is the transposed product of the block, ``[..., K, K]``."""
 
     parts = ("w", "beta")
+    symbol = PARTS["w"].factor
     factored = True
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:

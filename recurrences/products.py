@@ -26,6 +26,7 @@ from attnzoo.recurrences.deltanet import Householder
 
 FACTORS = [Diagonal(), Rotation(), Householder()]  # of R_t: each says which parts it is made of
 Kinds = tuple[type[Transition], ...]
+CHUNK_SIZE = 32  # where tokens of a block are multiplied as matrices
 # those of flash-linear-attention for such factors, with or without a scalar decay
 OPERATIONS: dict[Kinds, Operation] = {
     (): scalar_decay, (Diagonal,): diagonal_decay, (Householder,): delta_rule,
@@ -62,13 +63,15 @@ def kinds_of(parts: Collection[str]) -> Kinds:
     return tuple(type(factor) for factor in factors_of(parts))
 
 
-def linear_forms(*parts: str) -> LinearForms:
-    """The forms of the recurrence with these gate parts."""
+def linear_forms(*parts: str, transition: Transition | None = None) -> LinearForms:
+    """The forms of the recurrence with these gate parts; without kernels where R_t is a ``transition`` of its own."""
+    if transition is not None:
+        return LinearForms(transition, chunk_size=CHUNK_SIZE)
     kernels = {"triton": FEW_TOKENS} if FEW_TOKENS.knows(parts) else {}
     operation = OPERATIONS.get(kinds_of(parts))
     if operation is not None:
         kernels["fla"] = fla_kernel(operation)
-    return LinearForms(transition_of(parts), chunk_size=32 if "w" in parts else 64, kernels=kernels)
+    return LinearForms(transition_of(parts), chunk_size=CHUNK_SIZE if "w" in parts else 64, kernels=kernels)
 
 
 def projections(parts: Collection[str], side: int) -> tuple[str, ...] | str:

@@ -97,10 +97,6 @@ def cases(draw: st.DrawFn, name: str, min_t: int = 1, max_t: int = 40) -> Case:
     )
 
 
-def oracle_of(variant: Variant) -> Form:
-    return oracle.linear if variant.side == "linear" else oracle.softmax
-
-
 def leaves_of(inputs: Inputs) -> dict[str, Tensor]:
     """q, k, v and each gate part by name."""
     q, k, v, gate = inputs
@@ -150,7 +146,7 @@ def straightforward(variant: Variant, dtype: torch.dtype) -> Form:
 
     def form(q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None) -> Tensor:
         T, H, K = q.shape[1:]
-        g, R = gate.dense(q)
+        g, R = oracle.matrices(q, gate, variant.transition)
         g, R = g.to(dtype), R.to(dtype)
         q = q * (K**-0.5 if scale is None else scale)
         k, v = (expand_heads(x, H).to(dtype) for x in (k, v))

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.sums import power_of_2
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums, with_own_scores
 
@@ -26,6 +27,7 @@ class Diagonal(Transition):
 
     parts = ("log_diag",)
     width = 1
+    symbol = PARTS["log_diag"].factor
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return cast(Tensor, gate.log_diag).exp()[..., None] * state

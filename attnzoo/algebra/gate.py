@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
 from typing import Literal, Self, cast
@@ -116,7 +116,7 @@ class Gate(GateParts):
         return replace(self, **{name: x.expand(B, T, *(1,) * (PARTS[name].ndim - 3), -1) for name, x in shared.items()})
 
     def dense(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The gate as explicit float64 matrices, the ground of every test.
+        """The gate as explicit float64 matrices: the product of its parts' factors in the order of :data:`PARTS`.
 
         Args:
             q: queries ``[B, T, H, K]``; only their shape and device are used.
@@ -126,14 +126,17 @@ class Gate(GateParts):
         """
         B, T, H, K = q.shape
         gate = self.per_token(q).map(Tensor.double)
-        g = q.new_zeros(B, T, H, dtype=torch.float64)
-        if gate.log_decay is not None:
-            g = gate.log_decay.masked_fill(is_closed(gate.log_decay), -torch.inf)
         matrices = [
             part.matrix(gate, H) for name, part in PARTS.items() if part.matrix is not None and name in gate.parts
         ]
         eye = torch.eye(K, dtype=torch.float64, device=q.device)
-        return g, reduce(torch.matmul, matrices, eye).expand(B, T, H, K, K)
+        return self.decay(q), reduce(torch.matmul, matrices, eye).expand(B, T, H, K, K)
+
+    def decay(self, q: Tensor) -> Tensor:
+        """g of every token in float64, ``[B, T, H]``, with q ``[B, T, H, K]``: 0 without one, -inf where it closes."""
+        if self.log_decay is None:
+            return q.new_zeros(q.shape[:3], dtype=torch.float64)
+        return self.log_decay.double().masked_fill(is_closed(self.log_decay), -torch.inf).expand(q.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,12 @@ def groups(parts: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
     chosen = [name for name in PARTS if parts is None or name in parts]
     own = [name for name in chosen if not PARTS[name].of]
     return tuple((name, *(other for other in chosen if PARTS[other].of == name)) for name in own)
+
+
+def in_product(factors: Iterable[str]) -> str:
+    """Factors of R_t in symbols, as their product."""
+    given = list(factors)
+    return given[0] if len(given) == 1 else " ".join(f"({f})" if "-" in f else f for f in given) or "I"
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,7 +1,9 @@
 """The float64 oracle: recurrence, scores and both readouts written out as explicit products.
 
-Nothing here is fast. Every form of every variant is tested against these functions, and ``attnzoo verify``
-runs them. Shapes: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, outputs ``[B, T, H, V]`` in float64.
+Nothing here is fast. Every form of every variant is tested against these functions, and ``attnzoo verify`` runs them.
+They multiply the matrices that a ``transition`` says (:meth:`~attnzoo.algebra.transitions.Transition.matrix`), or, with
+None, the factors of the gate's parts (:meth:`attnzoo.Gate.dense`); a set of parts that the library knows has both.
+Shapes: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, outputs ``[B, T, H, V]`` in float64.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.transitions import HeadGate, Transition
 
 
 def default_scale(q: Tensor) -> float:
@@ -18,7 +21,17 @@ def default_scale(q: Tensor) -> float:
     return float(q.shape[-1] ** -0.5)
 
 
-def scores(q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def matrices(q: Tensor, gate: Gate, transition: Transition | None = None) -> tuple[Tensor, Tensor]:
+    """g ``[B, T, H]`` and R ``[B, T, H, K, K]`` in float64, of a transition or (None) of the gate's parts."""
+    if transition is None:
+        return gate.dense(q)
+    wide = q.double()
+    return gate.decay(q), transition.matrix(HeadGate.of(gate, wide), wide.transpose(1, 2)).transpose(1, 2)
+
+
+def scores(
+    q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None, transition: Transition | None = None
+) -> tuple[Tensor, Tensor]:
     """The two distances between a query and every earlier key.
 
     Returns:
@@ -26,7 +39,7 @@ def scores(q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None) -> t
         ``d_tj = g_{j+1} + ... + g_t``; above the diagonal s = 0 and d = -inf.
     """
     B, T, H, _ = q.shape
-    g, R = gate.dense(q)
+    g, R = matrices(q, gate, transition)
     q64 = q.double() * (default_scale(q) if scale is None else scale)
     k64 = expand_heads(k.double(), H)
     rows_s, rows_d = [], []
@@ -43,7 +56,7 @@ def scores(q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None) -> t
 
 def linear(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
-    delta_rule: bool = False,
+    delta_rule: bool = False, transition: Transition | None = None,
 ) -> Tensor:  # fmt: skip
     """``o_t = sum_j s_tj exp(d_tj) write_j v_j``; the write strength is 1, or beta with ``delta_rule``.
 
@@ -51,7 +64,7 @@ def linear(
         write: ``[B, T, G]`` or ``[B, T, H]``, or None.
     """
     H = q.shape[2]
-    s, d = scores(q, k, gate, scale=scale)
+    s, d = scores(q, k, gate, scale=scale, transition=transition)
     write = gate.beta if delta_rule else write
     v = expand_heads(v.double(), H)
     v = v if write is None else v * expand_heads(write.double(), H)[..., None]
@@ -60,7 +73,7 @@ def linear(
 
 def softmax(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, window: int | None = None,
-    sink: Tensor | None = None, return_lse: bool = False,
+    sink: Tensor | None = None, return_lse: bool = False, transition: Transition | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
 
@@ -70,7 +83,7 @@ def softmax(
         return_lse: give also the log of the sum of exponentials, the sink's among them, ``[B, T, H]``.
     """
     T = q.shape[1]
-    s, d = scores(q, k, gate, scale=scale)
+    s, d = scores(q, k, gate, scale=scale, transition=transition)
     logits = s + d
     if window is not None:
         logits = logits.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-window), -torch.inf)
@@ -82,15 +95,16 @@ def softmax(
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, state: Tensor | None = None,
+    transition: Transition | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)``, with the state as ``S^T`` ``[B, H, K, V]``.
 
     Returns:
         o ``[B, T, H, V]`` and the state after the last token ``[B, H, K, V]``.
     """
     B, T, H, K = q.shape
-    g, R = gate.dense(q)
+    g, R = matrices(q, gate, transition)
     A = g.exp()[..., None, None] * R
     q64 = q.double() * (default_scale(q) if scale is None else scale)
     k64, v64 = expand_heads(k.double(), H), expand_heads(v.double(), H)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import CLOSED, PARTS, Gate, GateParts, is_closed
+from attnzoo.algebra.gate import CLOSED, PARTS, Gate, GateParts, in_product, is_closed
 from attnzoo.algebra.sums import power_of_2, running_sum
 from attnzoo.algebra.values import readable
 
@@ -117,14 +117,21 @@ class Transition:
         parts: of the gate, that it reads: whoever makes a transition of parts finds it by them.
         width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
             blocks of that size); 0 where all are.
+        symbol: R_t, in ASCII; the class's name where it is empty.
         factored: whether w and beta may have an axis of factors.
         expands: whether ``|R_t|`` may be over 1; pruning rests on its being at most 1, and is refused then.
     """
 
     parts: tuple[str, ...] = ()
     width: int = 0
+    symbol: str = ""
     factored: bool = False
     expands: bool = False
+
+    @property
+    def shown(self) -> str:
+        """R_t in print."""
+        return self.symbol or f"{type(self).__name__}_t"
 
     def check(self, gate: Gate) -> None:
         """The gate's parts have axes that it knows.
@@ -139,6 +146,15 @@ class Transition:
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[..., K, X]``."""
         raise NotImplementedError(f"{type(self).__name__}.apply: expected every transition to define it")
+
+    def matrix(self, gate: HeadGate, q: Tensor) -> Tensor:
+        """``R_t`` of every token, ``[..., T, K, K]``: what the oracle multiplies.
+
+        Only the shape, dtype and device of q ``[..., T, K]`` are used. Here it is read off by :meth:`apply`.
+        """
+        K = q.shape[-1]
+        eye = torch.eye(K, dtype=q.dtype, device=q.device)
+        return self.apply(gate, eye.expand(*q.shape[:-1], K, K)).mT
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         """The closed form of a block; q, k ``[..., C, K]``, gate parts with the same leading axes or the last of them.
@@ -180,6 +196,7 @@ class Identity(Transition):
     """``R_t = I``; ``total`` is None."""
 
     width = 1
+    symbol = "I"
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return state
@@ -217,7 +234,8 @@ class Product(Transition):
             raise ValueError(f"factors: expected at least two, got {len(factors)}")
         parts = [factor.factors if isinstance(factor, Product) else (factor,) for factor in factors]
         self.factors = tuple(chain.from_iterable(parts))
-        self.parts = tuple(chain.from_iterable(factor.parts for factor in self.factors))
+        self.parts = tuple(dict.fromkeys(chain.from_iterable(factor.parts for factor in self.factors)))
+        self.symbol = in_product(factor.shown for factor in self.factors)
         self.factored = any(factor.factored for factor in self.factors)
         self.expands = any(factor.expands for factor in self.factors)
         widths = [factor.width for factor in self.factors]

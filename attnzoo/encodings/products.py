@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnzoo.algebra.diagonal import Diagonal
+from attnzoo.algebra.transitions import Transition
 from attnzoo.encodings.rope import Rotated
 from attnzoo.encodings.turned import turned
 from attnzoo.forms.additive import AdditiveForms
@@ -32,8 +33,10 @@ KERNELS: dict[Kinds, Callable[[], Kernel]] = {  # of such factors, with or witho
 }  # fmt: skip
 
 
-def softmax_forms(*parts: str) -> SoftmaxForms:
-    """The forms of the encoding with these gate parts."""
+def softmax_forms(*parts: str, transition: Transition | None = None) -> SoftmaxForms:
+    """The forms of the encoding with these gate parts; without kernels where R_t is a ``transition`` of its own."""
+    if transition is not None:
+        return SoftmaxForms(transition)
     kinds = kinds_of(parts)
     if not kinds:
         return AdditiveForms()

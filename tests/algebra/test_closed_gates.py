@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strategies import CPU_FORMS, Form, Inputs, assert_close, block_sizes, oracle_of, value_and_gradients
+from strategies import CPU_FORMS, Form, Inputs, assert_close, block_sizes, value_and_gradients
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +34,7 @@ def ways(name: str) -> dict[str, Form]:
     """Everything that computes variant ``name`` here: the oracle, each form, and pieces over a state."""
     variant = get(name)
     forms = {form: run for form, run in variant.forms.items() if form in CPU_FORMS}
-    return {"oracle": oracle_of(variant), **forms, "extend": lambda *inputs: _in_pieces(variant, *inputs)}
+    return {"oracle": variant.oracle, **forms, "extend": lambda *inputs: _in_pieces(variant, *inputs)}
 
 
 @pytest.mark.parametrize("name", DECAYING)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from strategies import LIMIT, Inputs, assert_close, block_sizes, oracle_of, relative_error, value_and_gradients
+from strategies import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, oracle
@@ -60,7 +60,7 @@ def test_every_form_equals_the_oracle(name: str, form: str, regime: Regime) -> N
     """Values and all gradients."""
     for n in (2, 3) if regime == "mixed" else (2,):
         inputs = inputs_for(name, n, regime)
-        expected = value_and_gradients(oracle_of(get(name)), inputs)
+        expected = value_and_gradients(get(name).oracle, inputs)
         with block_sizes(4):
             assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form}, n={n}")
 
@@ -140,7 +140,7 @@ def test_neutral_factors_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_segments_padding_and_packing(name: str) -> None:
     q, k, v, gate = inputs_for(name, 2)
-    variant, expected = get(name), oracle_of(get(name))(q, k, v, gate)
+    variant, expected = get(name), get(name).oracle(q, k, v, gate)
     state, outputs = None, []
     for a, b in ((0, 6), (6, 7), (7, 8), (8, T)):
         o, state = variant.extend(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state)
@@ -150,13 +150,13 @@ def test_segments_padding_and_packing(name: str) -> None:
     valid[0, 4:6], valid[1, :3] = False, False
     o = variant.forms[next(iter(variant.forms))](q, k, v, gate, valid=valid)
     rows = valid[0].nonzero()[:, 0]
-    alone = oracle_of(variant)(q[:1, rows], k[:1, rows], v[:1, rows], gate.map(lambda x: x[:1, rows]))
+    alone = variant.oracle(q[:1, rows], k[:1, rows], v[:1, rows], gate.map(lambda x: x[:1, rows]))
     assert relative_error(o[:1, rows], alone) <= LIMIT
     borders, one = torch.tensor([0, 6, 7, T]), gate.map(lambda x: x[:1])
     form = "chunk" if variant.side == "linear" else "parallel"
     packed = variant.forms[form](q[:1], k[:1], v[:1], one, cu_seqlens=borders)
     for a, b in itertools.pairwise(borders.tolist()):
-        alone = oracle_of(variant)(q[:1, a:b], k[:1, a:b], v[:1, a:b], one.slice(a, b))
+        alone = variant.oracle(q[:1, a:b], k[:1, a:b], v[:1, a:b], one.slice(a, b))
         assert relative_error(packed[:, a:b], alone) <= LIMIT
 
 

@@ -14,7 +14,6 @@ from strategies import (
     Case,
     assert_close,
     cases,
-    oracle_of,
     relative_error,
     straightforward,
     value_and_gradients,
@@ -36,7 +35,7 @@ LOW = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-23}
 
 def assert_forms_equal_oracle(case: Case, forms: tuple[str, ...] = CPU_FORMS) -> None:
     variant, inputs = case.variant, case.inputs()
-    expected = value_and_gradients(lambda *x: oracle_of(variant)(*x, scale=case.scale), inputs)
+    expected = value_and_gradients(lambda *x: variant.oracle(*x, scale=case.scale), inputs)
     for form in forms:
         if form in variant.forms:
             with case.blocks():
@@ -145,7 +144,7 @@ def test_low_precision_within_budget(name: str, dtype: torch.dtype) -> None:
         q, k, v, gate = Case(name, B=1, T=66, H=2, G=1, K=16, V=8, regime=regime, seed=3).inputs(torch.float32)
         inputs = q.to(dtype), k.to(dtype), v.to(dtype), gate
         wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), gate.map(torch.Tensor.double)
-        expected = value_and_gradients(oracle_of(variant), wide)
+        expected = value_and_gradients(variant.oracle, wide)
         plain = value_and_gradients(straightforward(variant, dtype), inputs)
         for form in set(CPU_FORMS) & set(variant.forms):
             got = value_and_gradients(variant.forms[form], inputs)
@@ -211,7 +210,7 @@ def test_gpu_form_equals_oracle(name: str, form: str) -> None:
 def test_a_short_w_is_a_gate_like_others(name: str) -> None:
     q, k, v, gate = Case(name, T=19, regime="open").inputs()
     inputs = q, k, v, replace(gate, w=gate.w * torch.rand(*gate.w.shape[:3], 1))
-    expected = value_and_gradients(oracle_of(get(name)), inputs)
+    expected = value_and_gradients(get(name).oracle, inputs)
     for form in set(CPU_FORMS) & set(get(name).forms):
         assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form} of {name}")
 

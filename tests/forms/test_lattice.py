@@ -18,7 +18,6 @@ from strategies import (
     Inputs,
     assert_close,
     block_sizes,
-    oracle_of,
     relative_error,
     value_and_gradients,
 )
@@ -148,7 +147,7 @@ def strong(parts: frozenset[str], T: int, kind: str, dtype: torch.dtype, H: int 
 def test_strong_channel_gates_are_exact(parts: frozenset[str], kind: str) -> None:
     inputs = strong(parts, 70, kind, torch.float64)
     for variant in both_sides(parts):
-        expected = value_and_gradients(oracle_of(variant), inputs)
+        expected = value_and_gradients(variant.oracle, inputs)
         for form in ("parallel", "chunk"):
             if form in variant.forms:
                 assert_close(value_and_gradients(variant.forms[form], inputs), expected, what=f"{form}, {kind}")

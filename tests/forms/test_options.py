@@ -19,7 +19,6 @@ from strategies import (
     cases,
     cut_points,
     extend_in_segments,
-    oracle_of,
     relative_error,
     value_and_gradients,
 )
@@ -313,7 +312,7 @@ def test_delta_rule_writes_with_the_strength_it_erases_with(name: str) -> None:
 
 def test_options_are_keyword_only() -> None:
     for name in list_variants():
-        for form in (*get(name).forms.values(), oracle_of(get(name))):
+        for form in (*get(name).forms.values(), get(name).oracle):
             with pytest.raises(TypeError, match="positional"):
                 form(*random_inputs(name), 0.3)
 

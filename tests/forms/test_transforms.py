@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from strategies import CPU_FORMS, block_sizes, oracle_of, relative_error
+from strategies import CPU_FORMS, block_sizes, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jvp, vmap
@@ -59,7 +59,7 @@ def test_forward_derivatives_are_those_of_the_oracle(name: str) -> None:
 
         return jvp(lambda leaves: whole(**leaves), (leaves,), (tangents,))[1]
 
-    expected = along(oracle_of(get(name)))
+    expected = along(get(name).oracle)
     for way, form in ways(name).items():
         assert relative_error(along(form), expected) < 1e-10, way
 
@@ -69,7 +69,7 @@ def test_second_derivatives_by_transforms(name: str) -> None:
     """Forward over reverse, in vmap."""
     q, k, v, gate = random_inputs(name, B=1, T=3, H=1, G=1, K=2, V=1, regime="open")
     found = [hessian(lambda k, form=form: form(q, k, v, gate).square().sum())(k) for form in (
-        oracle_of(get(name)), get(name).forms["parallel"])]  # fmt: skip
+        get(name).oracle, get(name).forms["parallel"])]  # fmt: skip
     assert relative_error(found[1], found[0]) < 1e-10
 
 

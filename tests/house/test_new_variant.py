@@ -25,7 +25,6 @@ from strategies import (
     cases,
     cut_points,
     extend_in_segments,
-    oracle_of,
     relative_error,
     value_and_gradients,
 )
@@ -130,7 +129,7 @@ def test_forms_of_new_pair_equal_oracle(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name, max_t=24))
     inputs, variant = case.inputs(), case.variant
     cuts = data.draw(cut_points(case.T))
-    expected = value_and_gradients(lambda *x: oracle_of(variant)(*x, scale=case.scale), inputs)
+    expected = value_and_gradients(lambda *x: variant.oracle(*x, scale=case.scale), inputs)
     with case.blocks():
         for form in set(CPU_FORMS) & set(variant.forms):
             got = value_and_gradients(lambda *x, f=form: variant.forms[f](*x, scale=case.scale), inputs)
@@ -178,7 +177,7 @@ def test_one_line_makes_a_pair_of_known_parts() -> None:
         assert pair_for(pair.requires).linear == "rope_gated_gla"  # the table's comes first
         for variant in (linear, softmax):
             inputs = Case(variant.name, B=1, T=20).inputs()
-            expected = oracle_of(variant)(*inputs)
+            expected = variant.oracle(*inputs)
             for form in set(CPU_FORMS) & set(variant.forms):
                 assert relative_error(variant.forms[form](*inputs), expected) <= LIMIT
             attn, x = build_attention(variant.name, hidden_size=16, num_heads=2), torch.randn(1, 7, 16)
