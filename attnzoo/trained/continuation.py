@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,38 +13,16 @@ from typing import Any
 import torch
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.data import DOCUMENT_END
-from attnzoo.data.bpe import END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
-from attnzoo.data.unfolding import Decoding, Unfolding
-from attnzoo.models.decoder import LanguageModel
+from attnzoo.data.tokenizer import read_tokenizer
+from attnzoo.data.unfolding import Unfolding
 from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.request import Request
-from attnzoo.trained.model import ends_of, of_folder
-from attnzoo.training.checkpoint import load_run
-from attnzoo.training.start import learned_bytes, tokenizer_of
+from attnzoo.trained.model import TrainedModel, load_trained
 
 
-@dataclass(frozen=True)
-class TextModel:
-    """A model and what its tokens mean.
-
-    Args:
-        model: in evaluation mode.
-        encode: text to the tokens of a prompt.
-        decode: tokens to text.
-        stop: tokens that end a text.
-    """
-
-    model: LanguageModel
-    encode: Callable[[str], list[int]]
-    decode: Decoding
-    stop: frozenset[int]
-
-
-def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None) -> TextModel:
-    """The model of a run's newest whole checkpoint, or of a model folder, with its tokenizer.
+def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None) -> TrainedModel:
+    """The model of a run's newest whole checkpoint, or of a model folder, that can go on with a text.
 
     Args:
         source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
@@ -57,51 +35,26 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
         ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed. A run on bytes needs
             neither.
     """
-    of_bytes = False
-    if (source / "config.yaml").is_file():
-        model, config = load_run(source, device)
-        of_bytes = learned_bytes(source, config.data)
-        files = {} if of_bytes else tokenizer_of(source, config.data)
-        if not files and config.data.task is not None:
-            raise ValueError(
-                f"{str(source)!r} was trained on the task {config.data.task!r}, whose tokens stand for no text; "
-                f"`attnzoo evaluate {shlex.quote(str(source))}` asks it"
-            )
-        if not files and not of_bytes:
-            raise ValueError(
-                f"{str(source)!r} was trained on tokens whose text is not known here: export it, and put its "
-                f"{TOKENIZER} into the folder"
-            )
-    elif (source / "config.json").is_file():
-        model, files = of_folder(source, device), read_tokenizer(source)
-    else:
-        raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{_what_is_there(source)}")
-    for layer in model.attentions():
+    found = load_trained(source, device, dtype, others=False)
+    if found.task is not None:
+        raise ValueError(
+            f"{str(source)!r} was trained on the task {found.task!r}, whose tokens stand for no text; "
+            f"`attnzoo evaluate {shlex.quote(str(source))}` asks it"
+        )
+    if not found.has_text and found.config is not None:
+        raise ValueError(
+            f"{str(source)!r} was trained on tokens whose text is not known here: export it, and put its "
+            f"{TOKENIZER} into the folder"
+        )
+    if not found.has_text:
+        read_tokenizer(source)  # says what is missing
+    for layer in found.model.attentions():
         if layer.forget is not None and layer.forget.blend != 1:
             now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"
             kind = "expected a model whose layers forget alone, got one that learns it"
             raise ValueError(f"{str(source)!r}: {kind} ({now})")
-    if of_bytes:
-        decode = Decoding(text_of_bytes, {END: DOCUMENT_END})
-        return TextModel(model.to(dtype).eval(), byte_tokens, decode, frozenset([DOCUMENT_END]))
-    tokenizer = parse_tokenizer(files[TOKENIZER])
-    return TextModel(
-        model.to(dtype).eval(),
-        prompt_encoder(tokenizer),
-        Decoding.of_tokenizer(tokenizer),
-        frozenset(ends_of(files, source)),
-    )
-
-
-def _what_is_there(source: Path) -> str:
-    """What a user may have meant by a path that is neither a run nor a model folder."""
-    if not source.exists():
-        return ", which does not exist"
-    if not source.is_dir():
-        return ", which is a file"
-    inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}
-    perhaps = " or ".join(repr(str(folder)) for folder in sorted(inside)[:3])
-    return ", which has neither config.yaml nor config.json" + (f" (perhaps {perhaps}?)" if inside else "")
+    _ = found.decode, found.stop  # a tokenizer that cannot be read is refused here
+    return found
 
 
 @dataclass(eq=False)
@@ -128,7 +81,7 @@ class Continuation:
             ``add``; or a text to stop at that is empty.
     """
 
-    source: TextModel
+    source: TrainedModel
     prompt: str
     max_tokens: int
     evict: float | str | None = None

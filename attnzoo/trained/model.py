@@ -1,4 +1,4 @@
-"""A model that is measured: a run's, a folder's, or one with fresh weights; and the text that it is measured on."""
+"""A model with its tokenizer: a run's, a model folder's, or one with fresh weights; and text that it has not seen."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from attnzoo.data import DOCUMENT_END, build_data
+from attnzoo.data.bpe import END
 from attnzoo.data.config import DataConfig
 from attnzoo.data.shards import TOKENIZER, is_shards
-from attnzoo.data.sources import decode as decode_bytes
 from attnzoo.data.sources import encode as encode_bytes
 from attnzoo.data.tasks import Examples
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files, text_of
-from attnzoo.data.tokenizer import parse_tokenizer, prompt_encoder, read_tokenizer, special_tokens
+from attnzoo.data.tokenizer import (
+    byte_tokens,
+    parse_tokenizer,
+    prompt_encoder,
+    read_tokenizer,
+    special_tokens,
+    text_of_bytes,
+)
 from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
@@ -36,7 +43,7 @@ LONG = 2**24  # tokens that are read of a text
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model and what is known of it.
+    """A model, its tokenizer, and what else is known of it.
 
     Args:
         title: what it is, in words.
@@ -77,20 +84,24 @@ class TrainedModel:
         Raises:
             ValueError: nobody has said what its tokens are.
         """
-        return encode_bytes(text) if self._bytes else self._prompt(text)
+        return byte_tokens(text) if self._bytes else self._prompt(text)
 
     def document(self, text: str) -> list[int]:
         """A document's tokens but the one that ends it; of a run as `attnzoo tokenize` writes those that it learns:
         nothing stands before them, and a special token's name within a text is text. ValueError as :meth:`encode`.
         """
-        if self._bytes or self.config is None:
+        if self._bytes:
+            return encode_bytes(text)
+        if self.config is None:
             return self.encode(text)
         return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def decode(self) -> Decoding:
         """The text of tokens; ValueError as :meth:`encode`."""
-        return Decoding(decode_bytes) if self._bytes else Decoding.of_tokenizer(self._tokenizer)
+        if self._bytes:
+            return Decoding(text_of_bytes, {END: DOCUMENT_END})
+        return Decoding.of_tokenizer(self._tokenizer)
 
     @property
     def end(self) -> int | None:
@@ -109,6 +120,11 @@ class TrainedModel:
     @cached_property
     def _prompt(self) -> Callable[[str], list[int]]:
         return prompt_encoder(self._tokenizer)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it is known what its tokens stand for."""
+        return bool(self.files) or self._bytes
 
     @property
     def _bytes(self) -> bool:
@@ -145,8 +161,13 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def load_subject(
-    source: Path, device: str = "cpu", dtype: torch.dtype | None = None, checkpoint: Path | None = None
+def load_trained(
+    source: Path,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    checkpoint: Path | None = None,
+    *,
+    others: bool = True,
 ) -> TrainedModel:
     """The model of a run, or of a folder in Hugging Face's layout: of ours, or of another library.
 
@@ -156,6 +177,7 @@ def load_subject(
         device: where the model goes.
         dtype: of the weights; None keeps that of the files.
         checkpoint: of a run, the one to load; None for the newest that is whole.
+        others: take models of other libraries, too.
 
     Raises:
         FileNotFoundError: neither is there, or no checkpoint.
@@ -168,15 +190,24 @@ def load_subject(
         files = {} if learned_bytes(source, config.data) else tokenizer_of(source, config.data)
         return TrainedModel(f"the run {source}", model.to(dtype), source, config, checkpoint, files)
     if (source / "config.json").is_file():
-        model = of_folder(source, device, others=True).to(dtype).eval()
+        model = of_folder(source, device, others).to(dtype).eval()
         files = read_tokenizer(source) if (source / TOKENIZER).is_file() else {}
         return TrainedModel(f"the model in {source}", model, source, files=files)
-    raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
+    raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{_what_is_there(source)}")
 
 
-def fresh_subject(
-    name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None
-) -> TrainedModel:
+def _what_is_there(source: Path) -> str:
+    """What a user may have meant by a path that is neither a run nor a model folder."""
+    if not source.exists():
+        return ", which does not exist"
+    if not source.is_dir():
+        return ", which is a file"
+    inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}
+    perhaps = " or ".join(repr(str(folder)) for folder in sorted(inside)[:3])
+    return ", which has neither config.yaml nor config.json" + (f" (perhaps {perhaps}?)" if inside else "")
+
+
+def fresh_model(name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
     """A model as its training would start: with random weights, or those that `start_from` names.
 
     Args:

@@ -11,7 +11,7 @@ from attnzoo.data.config import DataConfig
 from attnzoo.data.corpus import tokenize_corpus
 from attnzoo.data.shards import read_shards
 from attnzoo.data.tokenizer import tokenize
-from attnzoo.trained.model import held_out_text, load_subject
+from attnzoo.trained.model import held_out_text, load_trained
 from attnzoo.training import train
 
 MARK = b"\xef\xbb\xbf"
@@ -43,5 +43,5 @@ def test_texts_written_as_tokens(make, folders, tmp_path):
 
 def test_a_text_to_be_evaluated_on(folders, tmp_path):
     (tmp_path / "text.txt").write_bytes(TEXT)
-    subject = load_subject(train(config_of(tmp_path)))
+    subject = load_trained(train(config_of(tmp_path)))
     assert np.array_equal(*(held_out_text(subject, folder) for folder in folders))

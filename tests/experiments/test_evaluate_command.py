@@ -32,10 +32,10 @@ from attnzoo.evaluation import (
     measure_pruning,
 )
 from attnzoo.experiments.evaluate import lines, measures
-from attnzoo.experiments.evaluate.saved import file_name, find_subject
+from attnzoo.experiments.evaluate.saved import file_name, find_model
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
-from attnzoo.trained.model import TrainedModel, held_out_text, load_subject
+from attnzoo.trained.model import TrainedModel, held_out_text, load_trained
 from attnzoo.training import load_run, train
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in
 
@@ -118,7 +118,7 @@ def test_every_evaluation_gives_a_table_a_file_and_a_picture(run, tmp_path):
 
 
 def test_loss_is_of_the_text_that_the_run_held_out(run):
-    found = measure(load_subject(run), "loss", {"factor": 4, "tokens": 512}, Common())
+    found = measure(load_trained(run), "loss", {"factor": 4, "tokens": 512}, Common())
     model, config = load_run(run)
     windows = torch.from_numpy(heldout_windows(build_data(config.data).heldout, 128, 512))
     np.testing.assert_allclose(found.loss, measure_losses(model, windows).loss, rtol=1e-6)
@@ -134,19 +134,19 @@ def test_result_goes_beside_the_run_and_pruning_is_followed_over_its_checkpoints
     too_short = "nothing can be pruned of 128 tokens or fewer"
     assert too_short in done.output
     for length, said in ((128, True), (129, False)):
-        found = measure(load_subject(run), "pruning", {"eps": 0.9, "history": False}, Common(length=(length,)))
+        found = measure(load_trained(run), "pruning", {"eps": 0.9, "history": False}, Common(length=(length,)))
         assert (too_short in " ".join(lines.pruning(found))) is said
         assert not said or found.steps[0].share == 0
-    first = load_subject(run, checkpoint=checkpoints_in(run / "checkpoints")[0])
+    first = load_trained(run, checkpoint=checkpoints_in(run / "checkpoints")[0])
     window = torch.from_numpy(heldout_windows(held_out_text(first), 32, 1))[0, :-1]
     assert steps[0]["heads"][0] == pytest.approx(measure_pruning(first.model, window).heads[0], abs=1e-6)
-    alone = measure(load_subject(run), "pruning", {"history": False}, Common())
+    alone = measure(load_trained(run), "pruning", {"history": False}, Common())
     assert [step.step for step in alone.steps] == [4]
 
 
 @pytest.mark.parametrize(("length", "said"), [(128, True), (129, False)])
 def test_sweep_of_eps_says_where_nothing_can_be_pruned(run, length, said):
-    swept = measure(load_subject(run), "eps", {"count": 2, "tokens": 129}, Common(length=(length,)))
+    swept = measure(load_trained(run), "eps", {"count": 2, "tokens": 129}, Common(length=(length,)))
     assert ("nothing can be pruned of 128 tokens or fewer" in " ".join(lines.eps(swept))) is said
 
 
@@ -158,9 +158,9 @@ def test_damaged_earlier_checkpoint_is_named_with_what_to_do(run, tmp_path):
     content[-2] ^= 1  # it can still be read
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"history: {weights}.*; move {first} away .* or give history=false"):
-        measure(load_subject(tmp_path / "run"), "pruning", {}, Common())
+        measure(load_trained(tmp_path / "run"), "pruning", {}, Common())
     first.rename(tmp_path / "away")
-    assert [step.step for step in measure(load_subject(tmp_path / "run"), "pruning", {}, Common()).steps] == [4]
+    assert [step.step for step in measure(load_trained(tmp_path / "run"), "pruning", {}, Common()).steps] == [4]
 
 
 def test_task_is_asked_at_growing_lengths(tmp_path):
@@ -174,7 +174,7 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     assert own["options"] == {"length": [5], "rows": 3}
     assert own["result"]["answers"][0]["asked"] == 15
     assert (tmp_path / "run" / "evaluations" / "parity-length=5-rows=3.json").is_file()
-    subject = load_subject(tmp_path / "run")
+    subject = load_trained(tmp_path / "run")
     row = Examples(build_task("parity"), 16, held_out=True)[0][0]
     maps = measure(subject, "maps", {"tokens": 6, "start": 2}, Common())
     assert maps.tokens == tuple("01"[bit] for bit in row[2:8])
@@ -195,13 +195,13 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
         with pytest.raises(ValueError, match=says + ".*"):
             measure(subject, name, {}, Common(text="stdlib"))
     with pytest.raises(ValueError, match="tokens are others than those of 'needle'"):
-        measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
+        measure(load_trained(tmp_path / "run"), "haystack", {}, Common())
 
 
 def test_needles_have_the_digits_that_the_run_was_trained_to_find(tmp_path):
     task = ("data.source=task:needle", "data.task_options.digits=2", "model.vocab_size=141", "steps=3")
     train(load_config(None, [f"output_dir={tmp_path / 'run'}", *tiny_runs.SMALL, *task]))
-    subject = load_subject(tmp_path / "run")
+    subject = load_trained(tmp_path / "run")
     for options, digits in (({}, 2), ({"digits": 3}, 3)):
         found = measure(subject, "haystack", {"depths": 1, **options}, Common(rows=5))
         assert {answers.asked for picture in found.pictures for (answers, *_) in picture.answers} == {5 * digits}
@@ -216,11 +216,11 @@ def test_name_of_a_configuration_is_measured_with_fresh_weights(tmp_path):
     )
     done = invoke(path, "--on", "loss:factor=2,tokens=64")
     assert done.output.startswith(f"{path} with fresh weights\n")
-    subject = find_subject(str(path))
+    subject = find_model(str(path))
     assert not list(tmp_path.rglob("evaluations"))
     losses = measure(subject, "loss", {"factor": 2, "tokens": 640}, Common()).loss
     assert losses.mean() == pytest.approx(math.log(256), rel=0.05)
-    again = find_subject(str(path)).model.embedding.weight
+    again = find_model(str(path)).model.embedding.weight
     assert torch.equal(again, subject.model.embedding.weight)
 
 
@@ -252,20 +252,20 @@ def test_a_text_has_the_tokens_that_training_would_have(tmp_path):
 def test_other_text_may_be_given(run, tmp_path):
     (tmp_path / "b.txt").write_text("two" * 50)
     (tmp_path / "a.txt").write_bytes(b"one\r\n" * 50)
-    subject = load_subject(run)
+    subject = load_trained(run)
     tokens = held_out_text(subject, str(tmp_path))
     assert bytes(tokens.tolist()) == b"one\r\n" * 50 + b"\0" + b"two" * 50 + b"\0"
     assert held_out_text(subject, tmp_path) is tokens  # read once
     assert len(held_out_text(subject, "stdlib")) > 10**5
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
-    subject = load_subject(run)
+    subject = load_trained(run)
     for text, message in ((tmp_path / "c.txt", "file, a folder of them or 'stdlib', got"), (tmp_path, "not UTF-8")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             held_out_text(subject, str(text))
 
 
 def test_standard_library_is_held_out_as_the_run_held_it_out(run):
-    subject = load_subject(run)
+    subject = load_trained(run)
     usual = len(held_out_text(subject, "stdlib"))
     data = dataclasses.replace(subject.config.data, source="stdlib", heldout_fraction=0.01)
     mixed = dataclasses.replace(data, heldout_fraction=0.02, sources=[WeightedSource("stdlib"), WeightedSource("a")])
@@ -281,7 +281,7 @@ def test_standard_library_is_held_out_as_the_run_held_it_out(run):
 
 
 def test_rows_that_are_too_short_for_a_needle_are_left_out_and_said(run):
-    subject = load_subject(run)
+    subject = load_trained(run)
     long = dataclasses.replace(subject.config, data=dataclasses.replace(subject.config.data, context_length=160))
     found = measure(dataclasses.replace(subject, config=long), "haystack", {"depths": 1}, Common(rows=1))
     assert [picture.lengths for picture in found.pictures] == [(160, 320)] * 2
@@ -301,23 +301,23 @@ def test_model_folders_are_measured_as_their_runs_are_others_too(run, tmp_path):
     text = str(run.parent / "text.txt")
     folder = export_run(run, tmp_path / "folder")
     common = Common(length=(64,), text=text)
-    here, there = (measure(load_subject(path), "loss", {"tokens": 256}, common) for path in (run, folder))
+    here, there = (measure(load_trained(path), "loss", {"tokens": 256}, common) for path in (run, folder))
     np.testing.assert_allclose(here.loss, there.loss, rtol=1e-4)
     assert there.context is None
     needle = {"mode": "standard", "depths": 1}
-    assert measure(load_subject(folder), "haystack", needle, Common((160,), 1, text=text)).pictures[0].lengths == (160,)
+    assert measure(load_trained(folder), "haystack", needle, Common((160,), 1, text=text)).pictures[0].lengths == (160,)
     with pytest.raises(ValueError, match="names no data of its own"):
-        measure(load_subject(folder), "loss", {}, Common(length=(64,)))
+        measure(load_trained(folder), "loss", {}, Common(length=(64,)))
     with pytest.raises(ValueError, match="does not say its training context"):
-        measure(load_subject(folder), "loss", {}, Common(text=text))
+        measure(load_trained(folder), "loss", {}, Common(text=text))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=300)).eval()
     llama.save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"has no tokenizer \(tokenizer.json\)"):
-        measure(load_subject(tmp_path / "llama"), "loss", {}, common)
+        measure(load_trained(tmp_path / "llama"), "loss", {}, common)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "llama" / file).write_bytes((folder / file).read_bytes())
-    subject = load_subject(tmp_path / "llama")
+    subject = load_trained(tmp_path / "llama")
     found = measure(subject, "loss", {"tokens": 64}, common)
     tokens = torch.from_numpy(heldout_windows(held_out_text(subject, text), 64, 64))
     with torch.no_grad():
@@ -401,5 +401,5 @@ def test_list_names_every_evaluation_with_its_options():
 def test_earlier_checkpoints_are_measured_in_the_weights_dtype_that_was_asked_for(run, monkeypatch):
     seen = []
     monkeypatch.setattr(measures, "measure_pruning", lambda model, *_: seen.append(model.embedding.weight.dtype))
-    measure(load_subject(run, dtype=torch.bfloat16), "pruning", {}, Common())
+    measure(load_trained(run, dtype=torch.bfloat16), "pruning", {}, Common())
     assert seen == [torch.bfloat16] * 2

@@ -21,7 +21,7 @@ from attnzoo.data.tokenizer import byte_tokenizer, special_tokens, tokenizer_fil
 from attnzoo.models import LanguageModel
 from attnzoo.trained.continuation import load_text_model
 from attnzoo.trained.exchange import recipe_of
-from attnzoo.trained.model import load_subject, of_folder
+from attnzoo.trained.model import load_trained, of_folder
 from attnzoo.training.start import start_from
 
 LONG = "[" * 200_000
@@ -55,7 +55,7 @@ def test_a_damaged_field_is_named_with_its_file(name, folder):
     good = {"tie_word_embeddings": ["True"], "attention_options": ["{}"], "norm_eps": ["1.5", str(10**30)]}
     for value in (value for value in ODD if str(value) not in good.get(name, [])):
         changed(folder, "config.json", **{name: value})
-        for read in (load_text_model, load_subject):
+        for read in (load_text_model, load_trained):
             with pytest.raises(ValueError, match=r"^config\.json: ") as refused:
                 read(folder, "cpu")
             assert name in str(refused.value) or "unknown option" in str(refused.value)
@@ -66,13 +66,13 @@ def test_a_damaged_field_is_named_with_its_file(name, folder):
 def test_a_dtype_that_is_none_is_named(value, folder):
     changed(folder, "config.json", dtype=value)
     with pytest.raises(ValueError, match=r"^config\.json: unknown dtype "):
-        load_subject(folder)
+        load_trained(folder)
 
 
 @pytest.mark.parametrize("value", [None, "", 3, {"a": 1}])
 def test_a_kind_that_is_none_is_named(value, folder):
     changed(folder, "config.json", model_type=value)
-    for read in (load_text_model, load_subject):
+    for read in (load_text_model, load_trained):
         with pytest.raises(ValueError, match=r"^config\.json: .*model_type"):
             read(folder, "cpu")
     with pytest.raises(ValueError, match=r"^config\.json: .*model_type"):

@@ -13,7 +13,7 @@ from attnzoo.data.sources import decode, encode
 from attnzoo.data.tokenizer import parse_tokenizer, tokenize
 from attnzoo.models import LanguageModel
 from attnzoo.trained import exchange
-from attnzoo.trained.model import load_subject
+from attnzoo.trained.model import load_trained
 from attnzoo.training import load_run, train
 from attnzoo.training.start import start_from
 
@@ -93,7 +93,7 @@ def test_a_run_keeps_the_tokenizer_of_its_tokens_and_export_carries_it(tmp_path)
     options = ["model.vocab_size=310", f"data.source={shards.folder}", f"output_dir={tmp_path / 'run'}"]
     run = train(load_config(None, [*SMALL, *options]))
     shutil.rmtree(shards.folder)
-    subject = load_subject(run)
+    subject = load_trained(run)
     assert (
         subject.encode("3 and 4 make") == parse_tokenizer(content).encode("3 and 4 make").ids != encode("3 and 4 make")
     )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tokenizer import byte_tokenizer
-from attnzoo.trained.model import load_subject
+from attnzoo.trained.model import load_trained
 from attnzoo.training.start import start_from
 
 
@@ -25,7 +25,7 @@ def test_a_head_that_is_missing_is_not_the_embedding(tmp_path):
     del weights["model.head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"head\.weight"):
-        load_subject(folder)
+        load_trained(folder)
     head = model.model.head.weight.clone()
     start_from(model.model, str(folder), DataConfig(source="stdlib"))
     assert (model.model.head.weight == head).all()  # starts anew
@@ -38,7 +38,7 @@ def test_one_file_counts_beside_an_old_index(tmp_path):
     assert (tmp_path / "model.safetensors.index.json").is_file()
     new.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    found = load_subject(tmp_path).model.state_dict()
+    found = load_trained(tmp_path).model.state_dict()
     assert all((found[name] == x).all() for name, x in new.model.state_dict().items())
 
 
@@ -49,12 +49,12 @@ def test_pickled_parts_are_read_by_their_index(tmp_path):
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected model.safetensors, pytorch_model.bin, or an index of parts"):
-        load_subject(tmp_path)
+        load_trained(tmp_path)
     place = {name: f"pytorch_model-0000{n % 2 + 1}-of-00002.bin" for n, name in enumerate(state)}
     for part in set(place.values()):
         torch.save({name: x for name, x in state.items() if place[name] == part}, tmp_path / part)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": place}))
-    found = load_subject(tmp_path).model.state_dict()
+    found = load_trained(tmp_path).model.state_dict()
     assert all((found[name] == x).all() for name, x in model.model.state_dict().items())
 
 
@@ -66,21 +66,21 @@ def test_parts_that_are_not_what_their_index_says_are_named(tmp_path):
     (part, other), name = sorted(set(place.values()))[:2], next(iter(place))
     index.write_text(json.dumps({"weight_map": {**place, name: part if place[name] != part else other}}))
     with pytest.raises(ValueError, match=rf"cannot be read: model-.* does not hold {re.escape(name)}, and the index"):
-        load_subject(tmp_path)
+        load_trained(tmp_path)
     for wrong in ("[]", "{", "{}", '{"weight_map": [1]}'):
         index.write_text(wrong)
         with pytest.raises(ValueError, match="cannot be read: model.safetensors.index.json"):
-            load_subject(tmp_path)
+            load_trained(tmp_path)
     index.write_text(json.dumps({"weight_map": place}))
     (tmp_path / part).unlink()
     with pytest.raises(FileNotFoundError, match=part):
-        load_subject(tmp_path)
+        load_trained(tmp_path)
     build("fox").save_pretrained(pickled)
     torch.save(load_file(pickled / "model.safetensors"), pickled / "part.bin")
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin.index.json").write_text('{"weight_map": {"model.gone": "part.bin"}}')
     with pytest.raises(ValueError, match="part.bin does not hold model.gone"):
-        load_subject(pickled)
+        load_trained(pickled)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
@@ -89,7 +89,7 @@ def test_damaged_settings_of_a_folder_are_named(tmp_path, name, content):
     pytest.importorskip("tokenizers")
     build("fox").save_pretrained(tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    assert load_subject(tmp_path).stop is not None
+    assert load_trained(tmp_path).stop is not None
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"{name}( is not readable as JSON|: expected a JSON object, got list)"):
-        load_subject(tmp_path).stop  # noqa: B018
+        load_trained(tmp_path).stop  # noqa: B018

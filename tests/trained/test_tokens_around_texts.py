@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 from attnzoo.data.tokenizer import opening, parse_tokenizer, tokenize, unadorned  # noqa: E402
 from attnzoo.trained.continuation import load_text_model  # noqa: E402
 from attnzoo.trained.exchange import export_run  # noqa: E402
-from attnzoo.trained.model import held_out_text, load_subject  # noqa: E402
+from attnzoo.trained.model import held_out_text, load_trained  # noqa: E402
 
 WORDS = ["<s>", "</s>", "the", "cat", "sat", "on", "mat", "The", "secret", "number", "is", "What", "Answer"]
 WORDS += [str(n) for n in range(10)] + list(".?:")
@@ -52,7 +52,7 @@ def test_prompts_begin_with_it_and_end_in_the_text(template, tmp_path):
     assert opening(tokenizer) == before
     assert tokenizer.encode("the cat").ids == [*before, 2, 3, *behind]
     folder = folder_of(tmp_path / "model", template)
-    subject = load_subject(folder)
+    subject = load_trained(folder)
     for encode in (subject.encode, load_text_model(folder, "cpu").encode):
         assert encode("the cat") == [*before, 2, 3]
         assert encode("") == before
@@ -67,7 +67,7 @@ def test_prompts_begin_with_it_and_end_in_the_text(template, tmp_path):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_needle_asks_for_the_number(template, tmp_path):
-    subject = load_subject(folder_of(tmp_path / "model", template))
+    subject = load_trained(folder_of(tmp_path / "model", template))
     task = text_needle(np.full(500, 3), subject.encode, "standard", digits=1)(0.5)
     tokens, targets = Examples(task, 60, 1, held_out=True)[0]
     asked = targets[targets >= 0]
@@ -89,9 +89,9 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path):
     model = f"model={{hidden_size: 32, intermediate_size: 32, num_layers: 1, num_heads: 2, vocab_size: {len(WORDS)}}}"
     run = train(config_of(tmp_path, "run", f"data.source={tmp_path / 'tokens'}", "data.context_length=8", model))
     out = export_run(run, tmp_path / "out")
-    assert 0 not in held_out_text(load_subject(run))[:].tolist()
+    assert 0 not in held_out_text(load_trained(run))[:].tolist()
     for source in (run, out):
-        assert load_subject(source).encode("the cat") == load_text_model(source, "cpu").encode("the cat") == [2, 3]
+        assert load_trained(source).encode("the cat") == load_text_model(source, "cpu").encode("the cat") == [2, 3]
     assert AutoTokenizer.from_pretrained(out)("the cat")["input_ids"] == [2, 3]
 
 
@@ -110,7 +110,7 @@ def test_all_tokens_that_end_a_text_do(config, generation, settings, expected, t
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    subject = load_subject(folder)
+    subject = load_trained(folder)
     assert load_text_model(folder, "cpu").stop == subject.stop == set(expected)
     assert subject.end == next(iter(expected), None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnzoo.data.tasks import Examples, Task, build_task
 from attnzoo.evaluation.answers import Answers, measure_answers
-from attnzoo.trained.model import TrainedModel, load_subject
+from attnzoo.trained.model import TrainedModel, load_trained
 
 
 def evaluate(
@@ -22,7 +22,7 @@ def evaluate(
     """Each task at each length, and what a model answered, as it is measured, on rows apart from those of training.
 
     Args:
-        source: the folder of a run, or of a model as :func:`~attnzoo.trained.model.load_subject` takes it; or what
+        source: the folder of a run, or of a model as :func:`~attnzoo.trained.model.load_trained` takes it; or what
             that made of it.
         on: names of tasks and their options; a run's own task keeps the run's options but for those given. None: the
             run's own task.
@@ -35,7 +35,7 @@ def evaluate(
         FileNotFoundError: neither is there, or no checkpoint.
         ValueError: no such task or option, no task at all, or one whose tokens mean something else to the run.
     """
-    subject = source if isinstance(source, TrainedModel) else load_subject(source, device)
+    subject = source if isinstance(source, TrainedModel) else load_trained(source, device)
     if not on and subject.task is None:
         said = "does not say on which it was trained"
         if subject.config is not None:

@@ -57,7 +57,7 @@ def evaluate(
     ]
     for name, _ in asked:
         table.evaluation(name)
-    subject = saved.find_subject(str(what), device, getattr(torch, dtype) if dtype else None)
+    subject = saved.find_model(str(what), device, getattr(torch, dtype) if dtype else None)
     if not asked and subject.task is None:
         raise ValueError(f"expected --on NAME: {subject.title} has no task of its own ({', '.join(table.EVALUATIONS)})")
     asked = asked or [(str(subject.task), {})]

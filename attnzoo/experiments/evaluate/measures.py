@@ -40,7 +40,7 @@ from attnzoo.evaluation import (
 )
 from attnzoo.experiments.evaluate.answers import task_for
 from attnzoo.experiments.evaluate.forgetting import MemoryCurves, measure_memory
-from attnzoo.trained.model import TrainedModel, held_out_text, load_subject
+from attnzoo.trained.model import TrainedModel, held_out_text, load_trained
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
 from attnzoo.training.digests import MODEL, damage
 
@@ -208,7 +208,7 @@ def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> TrainedModel:
         wrong = damage(checkpoint, MODEL)
         if wrong is not None:
             raise CheckpointError(wrong)
-        return load_subject(folder, str(like.device), like.dtype, checkpoint)
+        return load_trained(folder, str(like.device), like.dtype, checkpoint)
     except CheckpointError as error:
         raise CheckpointError(
             f"history: {error}; move {checkpoint} away to measure the others, or give history=false for the newest"
@@ -216,9 +216,15 @@ def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> TrainedModel:
 
 
 def eps(
-    subject: TrainedModel, common: Common, *, least: float = 1e-8, most: float = 0.1, count: int = 8,
-    bound: str = "tail", tokens: int = 16384,
-) -> EpsSweep:  # fmt: skip
+    subject: TrainedModel,
+    common: Common,
+    *,
+    least: float = 1e-8,
+    most: float = 0.1,
+    count: int = 8,
+    bound: str = "tail",
+    tokens: int = 16384,
+) -> EpsSweep:
     """Loss, kept share and time by the eps of pruning.
 
     Args:

@@ -18,13 +18,13 @@ from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import parse_json, write_whole
-from attnzoo.trained.model import TrainedModel, fresh_subject, load_subject
+from attnzoo.trained.model import TrainedModel, fresh_model, load_trained
 from attnzoo.training.recipe import load_config
 
 FOLDER = "evaluations"  # in a run's folder
 
 
-def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
+def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
     """A run, a model folder, or a model with fresh weights by the name of a configuration.
 
     Args:
@@ -38,12 +38,12 @@ def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = Non
         ValueError: a model of a kind that is not known.
     """
     if Path(what).is_dir():
-        return load_subject(Path(what), device, dtype)
+        return load_trained(Path(what), device, dtype)
     try:
         found = find_config(what, "train")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no folder {what!r}; {error}") from error
-    return fresh_subject(what, load_config(found), device, dtype)
+    return fresh_model(what, load_config(found), device, dtype)
 
 
 def document(subject: TrainedModel, name: str, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
