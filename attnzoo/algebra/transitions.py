@@ -308,15 +308,15 @@ class Decay:
 
     Args:
         entry: ``g_1 + ... + g_i``, ``[..., C]``.
-        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; 0 on and above the diagonal.
         exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
         total: ``g_1 + ... + g_C``, ``[...]``.
+        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; 0 on and above the diagonal.
     """
 
     entry: Tensor
-    between: Tensor
     exit: Tensor
     total: Tensor
+    between: Tensor
 
 
 def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
@@ -335,20 +335,21 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
 def block_decay(g: Tensor) -> Decay:
     """The :class:`Decay` of gates ``[..., C]``."""
     sums, closed = open_sums(g)
-    decay = Decay(
-        entry=sums.to(g.dtype),
-        between=_between(sums, closed, g.dtype),
-        exit=(sums[..., -1:] - sums).to(g.dtype),
-        total=sums[..., -1].to(g.dtype),
-    )
-    if closed is None:
-        return decay
-    return Decay(
-        entry=decay.entry.masked_fill(closed > 0, -torch.inf),
-        between=decay.between,
-        exit=decay.exit.masked_fill(closed != closed[..., -1:], -torch.inf),
-        total=decay.total.masked_fill(closed[..., -1] > 0, -torch.inf),
-    )
+    return Decay(*_edges(sums, closed, g.dtype), between=_between(sums, closed, g.dtype))
+
+
+def edge_decay(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``entry``, ``exit`` and ``total`` of the :class:`Decay` of gates ``[..., C]`` alone."""
+    return _edges(*open_sums(g), g.dtype)
+
+
+def _edges(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    entry, exit, total = (x.to(dtype) for x in (sums, sums[..., -1:] - sums, sums[..., -1]))
+    if closed is not None:
+        entry = entry.masked_fill(closed > 0, -torch.inf)
+        exit = exit.masked_fill(closed != closed[..., -1:], -torch.inf)
+        total = total.masked_fill(closed[..., -1] > 0, -torch.inf)
+    return entry, exit, total
 
 
 def decay_between(g: Tensor) -> Tensor:
