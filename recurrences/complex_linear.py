@@ -33,7 +33,7 @@ LAYER = {"gate": "rotary", "output_norm": "rms"}
 
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i+1) of ``x [..., K]`` by ``phase [..., K/2]`` radians."""
+    """Rotate the channel pairs (2i, 2i+1) of ``x [..., K]`` by ``phase [..., K/2]`` radians."""
     return rotate_all(phase, x)[0]
 
 
@@ -51,7 +51,7 @@ def phases(angle: Tensor, dim: int) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """:func:`rotate_rounded`; the gradient is that of the rounded vectors, whose rotation together changes nothing."""
+    """The autograd function of :func:`rotate_rounded`."""
 
     @staticmethod
     def forward(ctx: Any, angle: Tensor, phase: Tensor, dtype: torch.dtype, *xs: Tensor) -> Any:
@@ -72,20 +72,21 @@ class _Rounded(torch.autograd.Function):
 
 
 def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What the scores read, turned by each token's phase and rounded to ``dtype``, for kernels.
+    """The vectors ``xs`` rotated by each token's phase and rounded to ``dtype``, for kernels.
 
-    The gradient of an angle is a sum over all later tokens in which what is right cancels and rounding does not. So it
-    is taken of the rounded vectors, whose scores see differences of phases alone.
+    The gradient of an angle is a sum over all later tokens in which large exact terms cancel and rounding errors do
+    not. It is therefore computed from the rounded vectors: scores depend on differences of phases alone, so their exact
+    terms still cancel.
 
     Args:
         angle, phase: [B or 1, T, 1 or H, K/2], the latter from ``phases``; the gradient goes to the angle.
-        xs: [B, T, H, K], of heads as many as have angles, of one dtype, float32 or wider.
+        xs: [B, T, H, K], with as many heads as have angles, of one dtype, float32 or wider.
     """
     return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase.detach(), dtype, *xs))  # type: ignore[no-untyped-call]
 
 
 def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the gradient of an angle is to be taken of what a kernel of ``dtype`` reads, :func:`rotate_rounded`."""
+    """Whether a kernel of ``dtype`` needs :func:`rotate_rounded` for the gradient of the angle."""
     return dtype.itemsize == 2 and torch.is_grad_enabled() and angle.requires_grad and angle.ndim > 1
 
 
@@ -114,9 +115,10 @@ class Rotation(Transition):
 
 
 def rotated(operation: Operation) -> Operation:
-    """Rotated queries and keys through an operation without angles: ``Rot(a)^T Rot(b) = Rot(b - a)``.
+    """An operation without angles extended to gates with an angle, by rotating queries and keys first.
 
-    Keys that are erased along turn as those that are written do; a decay per channel would not commute.
+    Scores then depend on phase differences: ``Rot(a)^T Rot(b) = Rot(b - a)``. The w of erasing factors is rotated as
+    well. A decay per channel would not commute with the rotation.
     """
 
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
@@ -125,14 +127,14 @@ def rotated(operation: Operation) -> Operation:
         return o, None if state is None else Rotation().carry(phase[:, -1], state)
 
     def turned(x: Prepared) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k in the frame before the first token, and the phase of the last."""
+        """q and k rotated by their phases since the first token, and the last token's phase."""
         angle = cast(Tensor, x.gate.angle)
         keep = turn_for_cache if x.options.get("output_final_state") else turn
         done = keep(angle, x.q, x.k, dtype=x.q.dtype)
         if done is not None:
             return done.q, done.k, done.phase
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
-        # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
+        # closed gates leave little of an angle's gradient, and a key rounded twice may be longer than 1
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
         q, k = x.q.to(dtype), x.k.to(dtype)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):

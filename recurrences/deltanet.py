@@ -34,8 +34,9 @@ LAYER = {"gate": "delta", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
 
 class Householder(Transition):
-    """``R_t = I - beta_t w_t w_t^T``, or the product of n such factors, alone or as the last of a
-    :class:`~attnzoo.algebra.transitions.Product`; ``total`` is the transposed product of the block, ``[..., K, K]``."""
+    """``R_t = I - beta_t w_t w_t^T``, or the product of n such factors; ``total`` is the block's transposed product.
+
+    ``total`` is ``[..., K, K]``. In a :class:`~attnzoo.algebra.transitions.Product` this factor must stand last."""
 
     parts = ("w", "beta")
     symbol = PARTS["w"].factor

@@ -1,6 +1,6 @@
-"""The linear side of any set of gate parts: what a pair needs whose transition is a product of those that exist.
+"""Linear forms and layer settings for any set of gate parts whose transition is a product of known factors.
 
-A pair of the table without a file of its own has its forms and its layer from here.
+Pairs of the registry's table that have no file of their own use these.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.complex_linear import Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder
 
-FACTORS = [Diagonal(), Rotation(), Householder()]  # of R_t: each says which parts it is made of
+FACTORS = [Diagonal(), Rotation(), Householder()]  # the known factors of R_t, in their order in it
 Kinds = tuple[type[Transition], ...]
-CHUNK_SIZE = 32  # where tokens of a block are multiplied as matrices
-# those of flash-linear-attention for such factors, with or without a scalar decay
+CHUNK_SIZE = 32  # tokens of a block whose transitions are multiplied as matrices
+# operations of flash-linear-attention by the factors of R_t; each takes a scalar decay too
 OPERATIONS: dict[Kinds, Operation] = {
     (): scalar_decay, (Diagonal,): diagonal_decay, (Householder,): delta_rule,
     (Diagonal, Householder): channel_delta_rule, (Rotation,): rotated(scalar_decay),
@@ -39,7 +39,7 @@ def factors_of(parts: Collection[str]) -> tuple[Transition, ...]:
     """The factors of ``R_t`` of a gate with these parts, in the order of ``Gate.dense``.
 
     Raises:
-        ValueError: a part that no factor is made of.
+        ValueError: a part that no factor reads.
     """
     given = {part: factor for factor in FACTORS for part in factor.parts}
     wanted = [part for part, declared in PARTS.items() if part in parts and declared.carries]
@@ -59,12 +59,12 @@ def transition_of(parts: Collection[str]) -> Transition:
 
 
 def kinds_of(parts: Collection[str]) -> Kinds:
-    """The classes of those factors."""
+    """The classes of the factors of ``R_t`` of a gate with these parts."""
     return tuple(type(factor) for factor in factors_of(parts))
 
 
 def linear_forms(*parts: str, transition: Transition | None = None) -> LinearForms:
-    """The forms of the recurrence with these gate parts; without kernels where R_t is a ``transition`` of its own."""
+    """The linear forms for these gate parts, or for a user's ``transition``, without kernels."""
     if transition is not None:
         return LinearForms(transition, chunk_size=CHUNK_SIZE)
     kernels = {"triton": FEW_TOKENS} if FEW_TOKENS.knows(parts) else {}
@@ -75,12 +75,13 @@ def linear_forms(*parts: str, transition: Transition | None = None) -> LinearFor
 
 
 def projections(parts: Collection[str], side: int) -> tuple[str, ...] | str:
-    """The gate projections of the parts' own layers, on the linear (0) or the softmax side (1)."""
+    """The names of the parts' default gate projections, on the linear (0) or the softmax side (1)."""
     found = [(PARTS[part].projections or ())[side : side + 1] for part in PARTS if part in parts]
     return tuple(name for names in found for name in names) or "none"
 
 
 def linear_layer(*parts: str) -> dict[str, Any]:
-    """A layer for them: the projections of the parts' own layers, in the block that most linear recurrences have."""
+    """The layer settings for these gate parts: each part's default projection, in the block of most linear
+    recurrences."""
     layer = {"gate": projections(parts, 0), "output_norm": "rms"}
     return layer | ({"qk_norm": "l2", "conv_size": 4} if "w" in parts else {}) | {"output_gate": "swish"}

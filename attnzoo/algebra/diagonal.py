@@ -48,7 +48,8 @@ class Diagonal(Transition):
 
 
 class Sums(NamedTuple):
-    """Running sums of the open gates ``[..., C, K]`` and counts of the closed ones (None: there are none)."""
+    """Running sums of the open gates ``[..., C, K]`` and running counts of the closed ones (None where no gate is
+    closed)."""
 
     open: Tensor
     closed: Tensor | None
@@ -57,15 +58,16 @@ class Sums(NamedTuple):
         return Sums(fn(self.open), None if self.closed is None else fn(self.closed))
 
     def at(self, token: int) -> Sums:
-        """Those of one token, with its axis kept."""
+        """The sums at one token, with the token axis kept at size 1."""
         return self.map(lambda x: x.narrow(-2, token % x.shape[-2], 1))
 
     def halves(self, m: int) -> tuple[Sums, Sums]:
-        """Those of the first and of the second m tokens of every group of 2m."""
+        """The sums at the first m and at the last m tokens of every group of 2m."""
         return self.map(lambda x: _halves(x, m)[0]), self.map(lambda x: _halves(x, m)[1])
 
     def decay(self, dtype: torch.dtype, since: Sums | None = None) -> Tensor:
-        """exp of the sum of the gates up to these tokens, from the start or after the tokens ``since``."""
+        """The decay, exp of the sum of the gates, from the block's start or from after the tokens ``since`` up to these
+        tokens."""
         decay = (self.open if since is None else self.open - since.open).to(dtype).exp()
         if self.closed is None:
             return decay
@@ -73,7 +75,7 @@ class Sums(NamedTuple):
 
 
 def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
-    """Scores of all pairs j <= i of a block; q, k and the sums ``[..., C, K]``, result ``[..., C, C]``."""
+    """The scores ``[..., C, C]`` of all pairs j <= i of a block; q, k and the sums are ``[..., C, K]``."""
     C = q.shape[-2]
     size = max(LEAF, power_of_2(C))
     if size > C:
@@ -99,7 +101,7 @@ def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
 
 def _factored_size(sums: Sums, size: int) -> int:
     """The largest group whose scores can be one product of factors exp(+-SAFE/2), or 0 for none."""
-    if sums.closed is not None or not sums.open.numel():  # the closed ones are None where values may be read
+    if sums.closed is not None or not sums.open.numel():  # closed gates, or values that must not be read
         return 0
     while size >= LEAF:
         groups = _groups(sums.open, size)
@@ -119,7 +121,7 @@ def _pairwise(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
     """Scores of groups with the decay of every pair written out."""
     pair = (sums.open[..., :, None, :] - sums.open[..., None, :, :]).to(q.dtype)
     earlier = torch.ones(pair.shape[-3:-1], dtype=torch.bool, device=pair.device).tril(-1)
-    pair = pair.masked_fill(~earlier[..., None], 0.0)  # a token's own decay is 0; j > i is not read
+    pair = pair.masked_fill(~earlier[..., None], 0.0)  # the decay from a token to itself is 0; pairs j > i are not read
     if sums.closed is not None:
         pair = pair.masked_fill(sums.closed[..., :, None, :] != sums.closed[..., None, :, :], -torch.inf)
     return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair.exp())
@@ -130,6 +132,6 @@ def _groups(x: Tensor, m: int) -> Tensor:
 
 
 def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The first and the second m tokens of every group of 2m: ``[..., groups, m, K]`` each."""
+    """The first m and the last m tokens of every group of 2m: ``[..., groups, m, K]`` each."""
     first, second = x.unflatten(-2, (-1, 2, m)).unbind(-3)
     return first, second

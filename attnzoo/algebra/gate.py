@@ -17,12 +17,12 @@ CLOSED = -1.0e4
 
 
 def is_closed(log: Tensor) -> Tensor:
-    """Where a log gate closes: at most ``CLOSED``, which everywhere means exactly what -inf means.
+    """A mask of the closed log gates: those of at most ``CLOSED`` = -1e4, which are treated exactly as -inf.
 
-    Large finite numbers are common masks. exp of them is 0 by any measure, but in a running sum they would drown
-    every gate after them.
+    Large negative numbers are common as masks. Their exp is 0 in every dtype, but added to a running sum they would
+    round away every gate after them.
     """
-    return log <= -1.0e4  # CLOSED, which torch.compile(dynamic=True) would make a symbol of one checkpointed block
+    return log <= -1.0e4  # CLOSED as a literal: torch.compile(dynamic=True) makes symbols of global floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +71,19 @@ class Gate(GateParts):
 
     @property
     def per_query_head(self) -> bool:
-        """Whether its matrix may differ among the query heads of a key head, so that keys it carries do, too."""
+        """Whether the matrix part may differ among the query heads of a key head, so that each needs its own carried
+        keys."""
         return any(PARTS[name].carries and PARTS[name].per_query_head for name in self.parts)
 
     @property
     def expands(self) -> bool:
-        """Whether its matrix may make a vector longer."""
+        """Whether the matrix part may make a vector longer."""
         return any(PARTS[name].expands for name in self.parts)
 
     @property
     def factors(self) -> int | None:
-        """Householder-like factors per token; None where w and beta (if any) have no axis of them."""
+        """The number n of Householder-like factors per token; None where w and beta have no factor axis or are
+        missing."""
         x, axes = (self.beta, 3) if self.w is None else (self.w, 4)
         return x.shape[3] if x is not None and x.ndim > axes else None
 
@@ -141,7 +143,7 @@ class Gate(GateParts):
 
 @dataclass(frozen=True)
 class Draws:
-    """Where the random parts of :func:`attnzoo.samples.random_gate` come from."""
+    """The random numbers that :func:`attnzoo.samples.random_gate` makes parts of."""
 
     regime: Regime
     dtype: torch.dtype
@@ -164,20 +166,19 @@ class GatePart:
             axis holds for every token. A part that may have several factors per token has two shapes, the second with
             their axis n.
         values: what the entries are, in words.
-        refuse: what is wrong with the values of a part, or ""; it is given the part and the gate that it is in.
-        sample: a random part of a shape.
+        refuse: a function of the part and its gate that says what is wrong with the part's values, or "".
+        sample: a function of random draws and a shape that returns a random part.
         tex: the symbol in TeX, without its token.
         matrix: the factor of R_t, ``[B, T, H, K, K]``, from a float64 gate per token and H; factors are multiplied in
             the order of :data:`PARTS`. None where the part is not a factor of its own.
         factor: that factor in symbols, in ASCII.
-        letter: what the page of products calls it.
-        of: the part to whose factor this one belongs, and without which it means nothing.
-        neutral: the value of which the transition is the identity.
-        decays: whether it is the natural log of what is left.
+        letter: the factor's letter on the documentation page of products.
+        of: the part whose factor this one belongs to, and without which it has no effect.
+        neutral: the value at which the transition is the identity.
+        decays: whether the part is a natural log of the fraction that a token leaves.
         expands: whether its factor may make a vector longer: then no certificate holds.
         rounded: whether the part may come in the dtype of q; others must be float32 or float64.
-        projections: the layer's gate projections that give it where nothing else is said, of the linear and of the
-            softmax side.
+        projections: names of the layer's default gate projections for this part, on the linear and on the softmax side.
     """
 
     symbol: str
@@ -197,8 +198,8 @@ class GatePart:
     rounded: bool = False
     projections: tuple[str, str] | None = None
     ndim: int = field(init=False)  # axes of the whole part
-    factored: bool = field(init=False)  # whether it may have an axis of factors
-    per_query_head: bool = field(init=False)  # whether each query head has its own, not each key head
+    factored: bool = field(init=False)  # whether the part may have a factor axis n
+    per_query_head: bool = field(init=False)  # whether the part has an entry per query head, not per key head
 
     def __post_init__(self) -> None:
         axes = self.shapes[0].split(", ")
@@ -208,7 +209,7 @@ class GatePart:
 
     @property
     def carries(self) -> bool:
-        """Whether it changes keys: it is a factor of R_t, or belongs to one. The scalar decay does not."""
+        """Whether the part changes keys: it is a factor of R_t or belongs to one. The scalar decay does not."""
         return bool(self.matrix or self.of)
 
     @property
@@ -317,7 +318,8 @@ PARTS: dict[str, GatePart] = {
 
 
 def groups(parts: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
-    """The smallest sets that ``parts`` (None: all) can be taken in: each part with those that are of it."""
+    """The sets of ``parts`` (None: all) that belong together: each factor's part with those that only modify it (w with
+    beta)."""
     chosen = [name for name in PARTS if parts is None or name in parts]
     own = [name for name in chosen if not PARTS[name].of]
     return tuple((name, *(other for other in chosen if PARTS[other].of == name)) for name in own)

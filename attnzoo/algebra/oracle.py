@@ -22,7 +22,8 @@ def default_scale(q: Tensor) -> float:
 
 
 def matrices(q: Tensor, gate: Gate, transition: Transition | None = None) -> tuple[Tensor, Tensor]:
-    """g ``[B, T, H]`` and R ``[B, T, H, K, K]`` in float64, of a transition or (None) of the gate's parts."""
+    """The log-decay g ``[B, T, H]`` and R ``[B, T, H, K, K]`` in float64, of a ``transition`` or (None) of the gate's
+    parts."""
     if transition is None:
         return gate.dense(q)
     wide = q.double()
@@ -32,7 +33,7 @@ def matrices(q: Tensor, gate: Gate, transition: Transition | None = None) -> tup
 def scores(
     q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None, transition: Transition | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The two distances between a query and every earlier key.
+    """The score s and the log-decay d between every query and every earlier key.
 
     Returns:
         s ``[B, H, T, T]`` with ``s_tj = scale k_j^T R_{j+1} ... R_t q_t``, and d ``[B, H, T, T]`` with
@@ -80,7 +81,7 @@ def softmax(
     Args:
         window: the sum is over ``t - window < j <= t``.
         sink: ``[H]``, one more logit per head, which has no value.
-        return_lse: give also the log of the sum of exponentials, the sink's among them, ``[B, T, H]``.
+        return_lse: also return each row's log-sum-exp ``[B, T, H]``, with the sink's logit in the sum.
     """
     T = q.shape[1]
     s, d = scores(q, k, gate, scale=scale, transition=transition)

@@ -57,12 +57,12 @@ class Prune:
 
 @dataclass(frozen=True)
 class Evict:
-    """Which keys a cache may give up for ever: of all that it has given up, no later row loses more than ``eps``.
+    """The rule by which a cache evicts keys: no later row loses more than the weight ``eps`` over all evicted keys.
 
     Args:
         eps: largest total attention weight, in (0, 1).
-        offload: move them to the host's memory in place of dropping them, and bring them back for a row that would lose
-            more. Then nothing need be known of later queries.
+        offload: move keys to the host's memory instead of evicting them, and bring them back for a row that would lose
+        more than ``eps``. No bound on later queries is then needed.
 
     Raises:
         TypeError: ``offload`` is neither True nor False.
@@ -79,7 +79,7 @@ class Evict:
 
     @staticmethod
     def of(evict: float | str | Evict) -> Evict:
-        """From what a user writes: a weight, ``"offload"``, or an object of this class.
+        """The rule that a user's value stands for: a weight, ``"offload"``, or an object of this class.
 
         Raises:
             ValueError: none of these.
@@ -95,12 +95,12 @@ class Evict:
 
 @dataclass(frozen=True, eq=False)
 class QueryBounds:
-    """What is known of all rows to come, per head ``[H]`` (or per sequence and head, ``[B, H]``).
+    """Bounds of all later query rows, per head ``[H]`` (or per sequence and head, ``[B, H]``).
 
     Args:
-        query: the longest scaled query.
-        own: no row's score with itself is below minus this.
-        score: no score with an old key is above this, or None: then query and the keys' norms say so.
+        query: a bound of the length of a scaled query.
+        own: a bound of minus a row's score with its own key.
+        score: a bound of every score with an old key, or None to use ``query`` times the keys' norms.
     """
 
     query: Tensor
@@ -108,11 +108,11 @@ class QueryBounds:
     score: Tensor | None = None
 
     def clone(self) -> QueryBounds:
-        """The same in tensors of its own."""
+        """A copy with its own tensors."""
         return QueryBounds(self.query.clone(), self.own.clone(), None if self.score is None else self.score.clone())
 
     def copy_(self, other: QueryBounds) -> None:
-        """Become the same as ``other``, in place."""
+        """Copy the values of ``other`` in place."""
         self.query.copy_(other.query)
         self.own.copy_(other.own)
         if self.score is not None and other.score is not None:
@@ -130,14 +130,15 @@ def first_kept_keys(
     rows: int = 128,
     cols: int = 64,
 ) -> Tensor:
-    """The first key that each block of rows must see; all keys before it may be dropped.
+    """The first computed key of each block of rows; all keys before it may be pruned.
 
     Args:
         q: scaled queries ``[B, H, T, K]``, the last T of S tokens.
         k: keys ``[B, H, S, K]``; keys carried by non-expansive transitions serve as well.
         log_decay: gates ``[B, H, S]``, <= 0, closed ones too.
         prune: bound and eps.
-        logit_bound: ``[H]``, no ``|q . k|`` exceeds it. The smaller of it and what the norms say counts; None: norms.
+        logit_bound: ``[H]``, a bound of every ``|q . k|``; the smaller of it and the bound from the norms counts. None:
+            the norms alone.
         lower: l, a lower bound of each row's log-sum-exp, ``[B, H, T]``; None: the logit of its own key.
         rows: rows per block.
         cols: keys per block: boundaries are multiples of it.
@@ -159,7 +160,7 @@ def certified_starts(
     q_norms: Tensor, k_norm: Tensor, c: Tensor, prune: Prune, logit_bound: Tensor | None, lower: Tensor | None,
     behind: Tensor | None = None, *, rows: int, cols: int,
 ) -> Tensor:  # fmt: skip
-    """The certificate itself, for :func:`first_kept_keys` and the references of the kernels; float64 throughout.
+    """The first computed key of each block of rows by the certificate, in float64, from norms and running sums.
 
     Args:
         q_norms: lengths of the scaled queries ``[B, H, T]``.
@@ -182,13 +183,13 @@ def certified_starts(
         worst = torch.nn.functional.pad(upper - cast(Tensor, lower) + c[..., S - T :], (0, -T % rows), value=-math.inf)
         worst = worst.unflatten(-1, (-1, rows)).amax(-1)
         tail = torch.logcumsumexp(-c, -1)
-    # drop key b while worst + tail_b <= log eps: the tail only grows with b. A row that is nan certifies nothing.
+    # keys up to b are dropped while worst + tail_b <= log eps: the tail only grows with b. A row of NaN prunes nothing.
     worst = worst.masked_fill(worst.isnan(), math.inf)
     count = torch.searchsorted(tail.contiguous(), (prune.log_eps - worst).contiguous(), right=True)
     if behind is not None:
         count = torch.maximum(count, behind)
     kept = torch.minimum(count, starts) // cols * cols
-    # column boundaries (for a backward over keys) need row boundaries that never move back
+    # a backward pass over keys needs boundaries that never fall from one row block to the next
     monotone: Tensor = kept.flip(-1).cummin(-1).values
     return monotone.flip(-1)
 
@@ -205,7 +206,7 @@ def evictable(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bou
     .. math:: U_\mathrm{old} + U + (c_t - c_b) + \log n_b \le \log \epsilon
 
     where no later row's score with itself is below -U, and none with an old key above
-    :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`. The norms of old keys say nothing about U: later keys may be long.
+    :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`. The norms of old keys do not bound U, as later keys may be longer.
     Later gates only lower :math:`c_t`. The weight counts all keys up to b, those evicted before too, so evictions do
     not add up. The derivation is in the docs (pruning.11).
 
@@ -217,14 +218,15 @@ def evictable(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bou
         bounds: Q and U.
 
     Returns:
-        ``[B, H]`` int64, from 0 to N. Groups that are not complete are the caller's to leave out.
+        ``[B, H]`` int64, from 0 to N. The caller leaves out groups that are not complete.
     """
     return negligible(longest, tails, total, log_eps, bounds).cumprod(-1).sum(-1)
 
 
 def negligible(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bounds: QueryBounds) -> Tensor:
-    """Whether no later row needs a key or any before it, ``[B, H, N]`` bool; arguments as :func:`evictable`'s, with a
-    key in the place of a group, in any order."""
+    """A mask ``[B, H, N]`` of the keys that, with all keys before them, no later row needs.
+
+    The arguments are those of :func:`evictable` with single keys, in any order, in place of groups."""
     old = bounds.query.double()[..., None] * longest.double()
     if bounds.score is not None:
         old = old.minimum(bounds.score.double()[..., None])
@@ -266,7 +268,7 @@ def dropped_mass(weights: Tensor, first_kept: Tensor, *, rows: int = 128) -> Ten
         rows: rows per block.
 
     Returns:
-        ``[B, H, T]``; the certificate promises at most ``prune.eps`` everywhere.
+        ``[B, H, T]``, by the certificate at most ``prune.eps``.
     """
     T, S = weights.shape[-2:]
     first = first_kept.repeat_interleave(rows, -1)[..., :T, None]

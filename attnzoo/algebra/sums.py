@@ -1,4 +1,4 @@
-"""Running sums in whatever mode PyTorch is in, and how often a size doubles."""
+"""Running sums that also work in PyTorch's deterministic mode, and powers of 2."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n. Triton's own function of that kind takes microseconds a call."""
-    return 1 << max(0, int(n) - 1).bit_length()  # torch.jit.trace makes tensors of sizes
+    """The smallest power of 2 that is at least n. Triton's own function takes microseconds per call."""
+    return 1 << max(0, int(n) - 1).bit_length()  # int(n): under torch.jit.trace a size is a tensor
 
 
 def running_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """``x.cumsum(dim, dtype=dtype)``, also under ``torch.use_deterministic_algorithms(True)``.
 
-    There PyTorch refuses the sums of floating-point numbers on a GPU, whose order varies; these are made by doubling.
+    In that mode PyTorch refuses cumsum of floats on a GPU; :func:`sum_by_doubling` replaces it there.
     """
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
         return sum_by_doubling(x if dtype is None else x.to(dtype), dim)
@@ -22,7 +22,7 @@ def running_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 def sum_to_the_end(x: Tensor, dim: int) -> Tensor:
-    """The sum from each place on, its own number included."""
+    """The reversed running sum: at each index the sum of the entries from that index to the end."""
     return running_sum(x.flip(dim), dim).flip(dim)
 
 

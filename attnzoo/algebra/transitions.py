@@ -1,4 +1,4 @@
-"""What a matrix transition must be able to do, for one token and for a block of tokens.
+"""The interface of matrix transitions, for one token and for a block of tokens.
 
 Both sides of a pair stand on one :class:`Transition`: the linear side carries its state across blocks with
 it, the softmax side its cached keys. The scalar decay commutes with every matrix and is kept apart, in logs.
@@ -25,10 +25,10 @@ from attnzoo.algebra.values import readable
 
 @dataclass(frozen=True, eq=False)
 class HeadGate(GateParts):
-    """A gate as transitions take it: heads before time, and a copy of every part for each query head.
+    """A gate in the layout of transitions: heads before time, and a copy of every part for each query head.
 
     ``log_decay`` and ``beta`` are ``[B, H, T]``, ``log_diag`` and ``w`` ``[B, H, T, K]``, ``angle`` ``[B, H, T, K/2]``;
-    cut into N blocks of C tokens, ``[B, H, N, C]`` and so on. Those of one token (:meth:`at`) have no axis of time.
+    cut into N blocks of C tokens, ``[B, H, N, C]`` and so on. The parts of one token (:meth:`at`) have no time axis.
 
     Args:
         factors: n where w is ``[B, H, T, n, K]`` and beta ``[B, H, T, n]``, else None.
@@ -59,30 +59,31 @@ class HeadGate(GateParts):
         return self.map(lambda part: cut(part, size))
 
     def tokens(self) -> tuple[int, ...]:
-        """The axes of its tokens and those before, ``(B, H, T)`` or ``(B, H, N, C)``; () where no part is given."""
+        """The sizes of the axes up to and including time, ``(B, H, T)`` or ``(B, H, N, C)``; () where no part is
+        given."""
         shapes = [getattr(self, name).shape[: self._time(name) + 1 or None] for name in self.parts]
         return shapes[0] if shapes else ()
 
     def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
-        """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
+        """Apply ``fn`` to every part and its time axis, counted from the end."""
         parts = {name: fn(getattr(self, name), self._time(name)) for name in self.parts}
         return HeadGate(**parts, factors=self.factors)
 
     def _time(self, name: str) -> int:
-        """That axis of a part."""
+        """The time axis of a part, counted from the end."""
         part = PARTS[name]
         return 2 - part.ndim - (part.factored and self.factors is not None)
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A block of C tokens in closed form.
+    """A block of C tokens without a loop over tokens: its scores, and its queries and keys carried to its borders.
 
     Args:
         scores: ``k_j^T R_{j+1} ... R_i q_i`` for j <= i, ``[..., C, C]``; other entries are not defined.
         q: queries carried back to the start, ``R_1 ... R_i q_i``, ``[..., C, K]``.
         k: keys carried forward to the end, ``(R_{j+1} ... R_C)^T k_j``, ``[..., C, K]``.
-        total: whatever :meth:`Transition.carry` needs to apply ``(R_1 ... R_C)^T``; None for the identity.
+        total: the block's transition in the form that :meth:`Transition.carry` takes; None for the identity.
     """
 
     scores: Tensor
@@ -93,7 +94,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ClosedForms:
-    """One block of C tokens in closed form for several sets of queries and keys.
+    """The :class:`ClosedForm` of one block of C tokens for several sets of queries and keys.
 
     Args:
         scores: ``scores[a][b]`` between the queries a and the keys b, as in :class:`ClosedForm`.
@@ -114,12 +115,11 @@ class Transition:
     Leading axes may be any, as long as they broadcast. What the methods return may be written to in place.
 
     Args:
-        parts: of the gate, that it reads: whoever makes a transition of parts finds it by them.
-        width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
-            blocks of that size); 0 where all are.
-        symbol: R_t, in ASCII; the class's name where it is empty.
-        factored: whether w and beta may have an axis of factors.
-        expands: whether ``|R_t|`` may be over 1; pruning rests on its being at most 1, and is refused then.
+        parts: names of the gate parts that it reads; a transition is looked up by them.
+        width: size of the diagonal blocks of R_t: neighbouring channels that mix only with each other; 0 where all mix.
+        symbol: the formula of R_t, in ASCII; the class's name where it is empty.
+        factored: whether w and beta may have a factor axis.
+        expands: whether ``|R_t|`` may be over 1; pruning needs at most 1 and is refused otherwise.
     """
 
     parts: tuple[str, ...] = ()
@@ -130,11 +130,11 @@ class Transition:
 
     @property
     def shown(self) -> str:
-        """R_t in print."""
+        """R_t in print: its symbol or the class's name."""
         return self.symbol or f"{type(self).__name__}_t"
 
     def check(self, gate: Gate) -> None:
-        """The gate's parts have axes that it knows.
+        """Refuse a gate whose parts have axes that this transition does not read.
 
         Raises:
             ValueError: several factors per token where it is not ``factored``.
@@ -159,16 +159,16 @@ class Transition:
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         """The closed form of a block; q, k ``[..., C, K]``, gate parts with the same leading axes or the last of them.
 
-        Here it is joined from its halves, and these from theirs, with the matrix of each token written out.
+        This default joins halves recursively, with the matrix of each token written out.
         """
         K = q.shape[-1]
         P = self.width or K
-        eye = torch.eye(P, dtype=q.dtype, device=q.device).repeat(K // P, 1)  # [K, P]: what the blocks are read off by
+        eye = torch.eye(P, dtype=q.dtype, device=q.device).repeat(K // P, 1)  # [K, P]: picks diagonal blocks
         factors = self.apply(gate, eye.expand(*(gate.tokens() or q.shape[:-1]), K, P))
         return join_tokens(q, k, factors.unflatten(-2, (K // P, P)))
 
     def scores(self, q: Tensor, k: Tensor, gate: HeadGate) -> Tensor:
-        """``scores`` of :meth:`block` alone: all that is needed where nothing stands before or after the block."""
+        """The ``scores`` of :meth:`block` alone, for a block without tokens before or after it."""
         return self.block(q, k, gate).scores
 
     def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
@@ -184,7 +184,8 @@ class Transition:
     def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
         """``(R_1 ... R_C)^T state`` with ``total`` from :meth:`block` and state ``[..., K, X]``.
 
-        Here ``total`` is the transposed product ``[..., K, K]``, or its diagonal blocks ``[..., K/P, P, P]``.
+        In this default ``total`` is the transposed product ``[..., K, K]``, or its diagonal blocks
+        ``[..., K/P, P, P]``.
         """
         total = cast(Tensor, total)
         if total.shape[-1] == state.shape[-2]:
@@ -217,7 +218,7 @@ class Identity(Transition):
 class Product(Transition):
     """``R_t = A_t B_t ...`` of the transitions given, in their order.
 
-    The last factor says how it is joined to those before (:meth:`Transition.block_after`).
+    The last factor decides how the factors before are joined to it (:meth:`Transition.block_after`).
 
     Raises:
         TypeError: a factor that is not a transition.
@@ -252,10 +253,10 @@ class Product(Transition):
 
 
 def with_own_scores(scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Scores ``[..., C, C]`` of carried queries and keys, where each token's with itself is ``k_i^T q_i``.
+    """Scores ``[..., C, C]`` with the diagonal, each token's score with itself, replaced by ``k_i^T q_i``.
 
-    As a product of two carried ones it would give its gate two gradients that cancel to rounding, which is all there is
-    where the gates between tokens are closed.
+    A diagonal computed from a carried query and a carried key would give its gate two gradients that cancel up to
+    rounding; where the gates between tokens are closed, that rounding would be the whole gradient.
     """
     return torch.diagonal_scatter(scores, (q * k).sum(-1), dim1=-2, dim2=-1)
 
@@ -277,7 +278,8 @@ def join_tokens(q: Tensor, k: Tensor, factors: Tensor) -> ClosedForm:
         q, k = (F.pad(x, (0, 0, 0, missing)) for x in (q, k))
         eye = torch.eye(factors.shape[-1], dtype=q.dtype, device=q.device)
         factors = torch.cat([factors, eye.expand(*factors.shape[:-4], missing, *factors.shape[-3:])], -4)
-    # groups of m tokens, [..., groups, m, K]: scores inside, queries at the start, keys at the end, transposed products
+    # per group of m tokens, [..., groups, m, K]: inner scores, queries carried to its start, keys to its end, its
+    # product
     total, back, forward = factors, _rows_times(q[..., None, :], factors), k[..., None, :]
     scores = (q * k).sum(-1)[..., None, None]
     while total.shape[-4] > 1:
@@ -320,11 +322,10 @@ class Decay:
 
 
 def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Running sum of the open gates in float64, and the running count of the closed ones (None: there are none).
+    """Running sum of the open gates in float64, and running count of the closed ones (None where no gate is closed).
 
-    A float32 sum would round like its longest part, and so would every difference.
-
-    A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
+    The log-decay between two tokens is the difference of their sums where their counts agree, else -inf; so inf - inf
+    never occurs. In float32 every difference would carry the rounding error of the whole sum.
     """
     if readable(g) and g.numel() and g.detach().amin().item() > CLOSED:
         return running_sum(g, dim, torch.float64), None
@@ -364,14 +365,15 @@ def _between(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """``c_i - c_j`` of running sums c, in ``dtype``, ``[..., C, C]``: as exact as in float64, without that matrix."""
+    """The differences ``c_i - c_j`` of float64 running sums c, ``[..., C, C]`` in ``dtype``, without a float64
+    matrix."""
     rounded = sums.to(dtype)
     error = (sums - rounded).to(dtype)
     return (rounded[..., :, None] - rounded[..., None, :]).add_(error[..., :, None]).sub_(error[..., None, :])
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
-    """float64 inputs stay float64; everything else is computed in float32."""
+    """The dtype of a reference computation: float64 for float64 inputs, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Blocks of rank-one factors in closed form, and the inverse of unit lower triangular matrices that it takes."""
+"""Closed forms of blocks of rank-one factors, and the inverse of unit lower triangular matrices that they need."""
 
 from __future__ import annotations
 
@@ -64,26 +64,27 @@ class _WithForwardDerivative(_UnitLowerInverse):
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
+    """The inverse ``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, by products of
+    blocks."""
     if lower.shape[-1] == 1:  # a cached step
         return torch.ones_like(lower)
-    # torch's compiler traces no function that has a forward derivative of its own
+    # torch.compile cannot trace an autograd function with a jvp
     function = _UnitLowerInverse if torch.compiler.is_compiling() else _WithForwardDerivative
     return cast(Tensor, function.apply(lower))  # type: ignore[no-untyped-call]
 
 
 class RankOne:
-    """A block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``.
+    """A block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``, in closed form.
 
-    By the UT transform (Yang et al., 2024) of all C n factors in their order. Every plain product between a later and
-    an earlier vector is taken through the A between their tokens.
+    The C n factors in their order are joined by the UT transform (Yang et al., 2024). A product between a later and an
+    earlier vector includes the transitions A between their tokens.
 
     Args:
         first: A_t; the identity leaves the factors alone.
         q: ``[..., C, K]``; so is k, of the same block.
         ws: the first factor of every token, ``[..., C, K]``, the second, and so on.
         beta: of all factors in their order, ``[..., C n, 1]``.
-        gate: what ``first`` reads.
+        gate: the gate that ``first`` reads.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class RankOne:
     ) -> None:
         self.first, self.between = first, first.blocks((q, *ws), (k, *ws), gate)
         (self.qk, *q_row), *rows = self.between.scores
-        # where there are several, those of a token stand beside each other
+        # the n factors of a token are neighbours
         self.qw = _together([x.tril() for x in q_row], -1)
         ww = _together([_together(row[1:], -1) for row in rows], -2)
         self.inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
@@ -134,10 +135,11 @@ def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedFo
 
 
 def in_order(w: Tensor, beta: Tensor, several: bool) -> tuple[Sequence[Tensor], Tensor]:
-    """What :class:`RankOne` takes of w ``[..., C, K]`` and beta ``[..., C]``, or of ``several`` per token."""
+    """The arguments ``ws`` and ``beta`` of :class:`RankOne` from w and beta, with ``several`` factors per token or
+    one."""
     return (w.unbind(-2), beta.flatten(-2)[..., None]) if several else ([w], beta[..., None])
 
 
 def _together(factors: Sequence[Tensor], dim: int) -> Tensor:
-    """One tensor with the entries of n factors in turn along ``dim``."""
+    """The n tensors of ``factors`` interleaved along ``dim``: all factors of the first token, then of the next."""
     return factors[0] if len(factors) == 1 else torch.stack(list(factors), dim).flatten(dim - 1, dim)

@@ -1,4 +1,4 @@
-"""Checks of what users hand to a form; when values are read, :mod:`attnzoo.algebra.values` says."""
+"""Checks of a form's inputs; :mod:`attnzoo.algebra.values` decides whether tensor values are read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_inputs(
 
 
 def check_dense(label: str, x: object, expected: str = "") -> None:
-    """``x`` is a tensor, and not a sparse one.
+    """Raise where ``x`` is not a dense tensor.
 
     Raises:
         TypeError: anything else.
@@ -77,7 +77,7 @@ def check_dense(label: str, x: object, expected: str = "") -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """The option ``name`` is True or False, and nothing that merely counts as one of them.
+    """Raise where the option ``name`` is not a bool; 0, 1 and None are refused.
 
     Raises:
         TypeError: anything else.
@@ -87,7 +87,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_scale(scale: object) -> None:
-    """The scale is None or a positive finite number: certificates and kernels take it for one.
+    """Raise where the scale is neither None nor a positive finite number, which certificates and kernels assume.
 
     Raises:
         TypeError: something else, a tensor among them.
@@ -102,7 +102,7 @@ def check_scale(scale: object) -> None:
 
 
 def check_window(window: object) -> None:
-    """The window is None or a whole number of tokens, the row itself among them.
+    """Raise where the window is neither None nor a whole number of tokens, the row's own token included.
 
     Raises:
         TypeError: something else.
@@ -115,10 +115,10 @@ def check_window(window: object) -> None:
 
 
 def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:
-    """The gate has the parts that variant ``name`` needs, and no others.
+    """Raise where the gate's parts are not exactly those that variant ``name`` needs.
 
     Raises:
-        ValueError: it has not.
+        ValueError: a missing or a surplus part.
     """
     needed = ", ".join(requires) or "no part"
     for part in requires:
@@ -156,7 +156,7 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
 
 
 def _sizes(shape: str, sizes: Mapping[str, int], x: Tensor) -> tuple[int, ...]:
-    """The sizes of axes given by name; one that may also be 1 is 1 where it is in ``x``."""
+    """The expected size of each named axis; an axis that may also be 1 is 1 where it is 1 in ``x``."""
     expected = []
     for number, axis in enumerate(shape.split(", ")):
         name, _, other = axis.partition(" or ")
@@ -177,7 +177,7 @@ def _same(what: str, label: str, got: object, other: str, expected: object) -> N
 
 
 def check_values(gate: Gate) -> None:
-    """Read the values of a gate.
+    """Raise where a gate has values out of range.
 
     Raises:
         ValueError: log gates above 0 or NaN, angles that are not finite, beta outside [0, 2], or w longer than 1

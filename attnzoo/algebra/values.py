@@ -1,4 +1,4 @@
-"""When Python may look at the numbers in a tensor, when a gradient is recorded, and what runs without autocast."""
+"""Tests whether tensor values may be read and whether a gradient is recorded, and a context without autocast."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ OPAQUE = "torch.func (grad, vmap, jvp) cannot see through a kernel: expected pla
 
 
 def reads_values(x: Tensor) -> bool:
-    """Whether the values of ``x`` and what comes with it are checked.
+    """Whether the values of a call with input ``x`` are checked.
 
-    On a CPU they are, on a GPU only with ``ATTNZOO_VALIDATE=1``, since Python has to wait for them;
-    ``ATTNZOO_VALIDATE=0`` switches the checks off on both. Never where there are no numbers (:func:`has_values`).
+    On a CPU values are checked; on a GPU only with ``ATTNZOO_VALIDATE=1``, since Python has to wait for the device.
+    ``ATTNZOO_VALIDATE=0`` switches the checks off everywhere. Tensors without values (:func:`has_values`) are never
+    checked.
 
     Raises:
         ValueError: another value of ``ATTNZOO_VALIDATE``.
@@ -32,12 +33,12 @@ def reads_values(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether values may be looked at to save work: on a GPU they would have to be waited for."""
+    """Whether values may be read to save work: on a CPU, where reading them does not wait for a device."""
     return x.is_cpu and has_values(x)
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether ``x`` holds numbers: no tensor that is traced, of a shape alone (meta, fake), or many at once (vmap)."""
+    """Whether ``x`` holds one set of numbers: it is not traced, a meta or fake tensor, or batched by vmap."""
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     plain = type(x) is Tensor or type(x) is Parameter  # a subclass may hold anything
@@ -45,15 +46,15 @@ def has_values(x: Tensor) -> bool:
 
 
 def records(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is expected of any of them."""
+    """Whether autograd records operations on any of the tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def in_transform(kind: str = "") -> bool:
-    """Whether a transform of ``torch.func`` runs; some of them cannot do all that plain autograd can.
+    """Whether a transform of ``torch.func`` is active.
 
     Args:
-        kind: asks for one alone, by its name in ``torch._C._functorch.TransformType``.
+        kind: the name in ``torch._C._functorch.TransformType`` of the only transform to look for; None for any.
     """
     if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None:
         return False

@@ -3,8 +3,8 @@ r"""PaTH-Wall: PaTH's transitions and Wall's decay per channel, both inside the 
 .. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top
           \Big(\prod_{l=j+1}^{t} \mathrm{Diag}(e^{a_l}) (I - \beta_l w_l w_l^\top)\Big)\, q_t
 
-Linear dual: Kimi Delta Attention, whose exact dual this is; nobody has published it that we know of. The layer is
-Wall's gate beside PaTH's.
+Linear dual: Kimi Delta Attention, of which this is the exact dual. We know of no earlier publication of it. The layer
+is Wall's gate beside PaTH's.
 """
 
 from attnzoo.encodings.products import softmax_forms

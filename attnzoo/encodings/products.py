@@ -1,6 +1,6 @@
-"""The softmax side of any set of gate parts: what a pair needs whose transition is a product of those that exist.
+"""Softmax forms and layer settings for any set of gate parts whose transition is a product of known factors.
 
-A pair of the table without a file of its own has its forms and its layer from here.
+Pairs of the registry's table that have no file of their own use these.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def turned_path() -> Kernel:
     return turned(path_kernel())
 
 
-KERNELS: dict[Kinds, Callable[[], Kernel]] = {  # of such factors, with or without a scalar decay
+KERNELS: dict[Kinds, Callable[[], Kernel]] = {  # by the factors of R_t; each takes a scalar decay too
     (Householder,): path_kernel, (Diagonal, Householder): path_kernel, (Rotation, Householder): turned_path,
     (Diagonal,): wall_kernel,
 }  # fmt: skip
 
 
 def softmax_forms(*parts: str, transition: Transition | None = None) -> SoftmaxForms:
-    """The forms of the encoding with these gate parts; without kernels where R_t is a ``transition`` of its own."""
+    """The softmax forms for these gate parts, or for a user's ``transition``, without kernels."""
     if transition is not None:
         return SoftmaxForms(transition)
     kinds = kinds_of(parts)
@@ -47,5 +47,5 @@ def softmax_forms(*parts: str, transition: Transition | None = None) -> SoftmaxF
 
 
 def softmax_layer(*parts: str) -> dict[str, Any]:
-    """A layer for them: the projections of the parts' own layers, and nothing else."""
+    """The layer settings for these gate parts: only the gate projections, each the default of its part."""
     return {"gate": projections(parts, 1)}

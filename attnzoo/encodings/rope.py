@@ -29,7 +29,8 @@ LAYER = {"gate": "rotary"}
 
 
 class Rotated(AdditiveForms):
-    """Keys and queries stand in the frame of the first token; an angle ``[K/2]`` is counted, not expanded."""
+    """RoPE's forms: keys and queries are rotated by their absolute phase; an angle ``[K/2]`` is multiplied by the
+    position."""
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
         if gate.angle is not None and valid is None and cu_seqlens is None:

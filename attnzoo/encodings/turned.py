@@ -1,4 +1,4 @@
-r"""Rotations before kernels that know none: an isometry in a product of transitions can be taken out of it.
+r"""Rotations applied before kernels without rotations: an isometry can be taken out of a product of transitions.
 
 With :math:`P_t = \mathrm{Rot}(\theta_1) \cdots \mathrm{Rot}(\theta_t)`, which commute, and :math:`R_t =
 \mathrm{Rot}(\theta_t) H_t` for any factors :math:`H_t = I - \beta_t w_t w_t^\top` after it,
@@ -6,9 +6,9 @@ With :math:`P_t = \mathrm{Rot}(\theta_1) \cdots \mathrm{Rot}(\theta_t)`, which c
 .. math:: k_j^\top R_{j+1} \cdots R_t\, q_t = (P_j k_j)^\top H'_{j+1} \cdots H'_t\, (P_t q_t), \qquad
           H'_t = P_t H_t P_t^\top = I - \beta_t (P_t w_t)(P_t w_t)^\top
 
-so q, k and w are turned by their own token's phase, and the kernels of the factors alone do the rest. Phases are summed
-in float64: those of a late token are as exact as an early one's. A carried key comes out in the frame of the first
-token; turned back by the last phase it is what the reference form keeps.
+so q, k and w are rotated by their own token's phase, and kernels of the other factors compute the attention. Phases are
+summed in float64: those of a late token are as exact as an early one's. The kernels return carried keys rotated by that
+phase; the inverse rotation by the last token's phase gives the keys of the reference form.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angl
 
 
 def turned(kernel: Kernel) -> Kernel:
-    """The kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
+    """A kernel of w, beta and perhaps a scalar decay, extended to gates that also have an angle.
 
-    Whole sequences, packed or padded, and cached steps; any form of the variant goes on from their caches.
+    It takes whole sequences, packed or padded, and cached steps; any form of the variant can continue its caches.
 
     Raises:
         ValueError: a kernel that keeps no state.
@@ -81,13 +81,14 @@ def turned(kernel: Kernel) -> Kernel:
 def fold(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
 ) -> tuple[Rest, Tensor, tuple[Tensor, ...] | None]:
-    """The rotations of a gate in q, k and w, and the phase of the last token, ``[B or 1, 1, 1 or H, K/2]`` float64.
+    """q, k, v and the gate with its rotations applied to q, k and w, and the last token's phase.
 
-    Then what is to receive the gradients of q, k and w unrounded, where a kernel's rounding asks for care.
+    The phase is ``[B or 1, 1, 1 or H, K/2]`` float64. The last entry holds the tensors that receive the unrounded
+    gradients of q, k and w; None where the kernel's rounding does no harm to the gradient of the angle.
 
     Args:
-        heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
-        whole: whether the tokens go through the kernels of whole sequences.
+        heads: heads that k, v and w must have at least; where query heads have their own angles, each gets a copy.
+        whole: whether the tokens go through kernels for whole sequences.
     """
     if valid is not None:
         q, k = existing(valid, q, k)
@@ -103,7 +104,7 @@ def fold(
     if done is not None:
         gate = replace(gate, angle=None, w=done.w, beta=beta)
         return (done.q, done.k, v, gate), done.phase, done.receivers
-    if angle.ndim == 1:  # all rows turn alike
+    if angle.ndim == 1:  # the same angle at every token
         angle = angle.expand(1, q.shape[1], 1, -1)
     phase, dtype = phases(angle, dim=1), compute_dtype(q)
     q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
@@ -113,10 +114,10 @@ def fold(
 
 @dataclass(eq=False, kw_only=True)
 class TurnedMemory(CarriedMemory):
-    """Keys of B sequences that rotations turn as well, in the frame in which each sequence came.
+    """The in-place keys of B sequences, each key rotated by the angle since its sequence joined.
 
     Args:
-        phase: the total angle since then, ``[B, 1, G, K/2]`` float64.
+        phase: the total angle since each sequence joined, ``[B, 1, G, K/2]`` float64.
     """
 
     phase: Tensor
@@ -127,7 +128,7 @@ class TurnedMemory(CarriedMemory):
     def take(self, call: Call, now: Tensor, there: Tensor | None = None) -> Tensor:
         angle = cast(Tensor, call.gate.angle)
         self.phase.add_(angle)
-        gate = replace(call.gate, angle=self.phase[:, :, : angle.shape[2]])  # the same for all heads where that is 1
+        gate = replace(call.gate, angle=self.phase[:, :, : angle.shape[2]])  # one head where all share the angle
         q, k, v, gate = fold(call.q, call.k, call.v, gate, None)[0]
         return super().take(replace(call, q=q, k=k, v=v, gate=gate), now, there)
 
