@@ -1,11 +1,11 @@
-"""A cache that gives up single keys: those that a forget network has done with, or that a budget has no room for.
+"""A cache that evicts single keys: those that the forget network no longer retains, or that exceed a budget.
 
-Each key head of each sequence holds its own keys, in slots without an order. A key that goes is replaced by the last
-one ("One-Pass Forgetting", section 3: swap-delete), so that the slots in use stay the first ones; when few are in use
-the tensors shrink, by pages of 64 slots. What is gone does not come back.
+Each key head of each sequence holds its own keys, in slots without an order. The last key in use moves into the slot of
+an evicted one ("One-Pass Forgetting", section 3: swap-delete), so that the slots in use stay the first ones; when few
+are in use the tensors shrink, by pages of 64 slots.
 
-Within a budget in bytes all heads of a sequence share their slots, and each slot says whose it is: memory is then what
-the budget says, however unequal the heads' keys are in number.
+Within a budget in bytes all heads of a sequence share their slots, and each slot stores the number of its head, so that
+heads may hold different numbers of keys within the same memory.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.pages.page_table import PAGE
 from attnzoo.forms.caches.state import check_rows, whole
 
-GONE = -1.0  # the retention of a key that must go, whatever the network says
+GONE = -1.0  # retention that marks a key for eviction
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """By what keys are given up.
+    """The rules by which a cache evicts keys.
 
     Args:
-        options: of the layer that forgets.
-        tokens: keys that each head may hold; None for as many as it wants.
-        bytes: keys and values that all heads of a sequence may hold together; None likewise. The heads compete, and
-            share their slots.
-        log_eps: besides, keys go of which later rows can lose no more than this weight, as a logarithm; None: none do.
-        bounds: of the rows to come, for that.
-        window: of the layer, or None.
+        options: the layer's options of One-Pass Forgetting.
+        tokens: keys that each head may hold; None for no limit.
+        bytes: bytes of keys and values that all heads of a sequence may hold together, in shared slots for which the
+            heads compete; None for no limit.
+        log_eps: also evict keys whose total weight in any later row is certified to be at most ``exp(log_eps)``; None:
+            do not.
+        bounds: bounds of later query rows, for ``log_eps``.
+        window: tokens that a row of the layer sees, or None for all.
     """
 
     options: Forgetting
@@ -51,12 +52,12 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The forget network in pieces, so that a step asks it of the keys that are left alone.
+    """The forget network in pieces, so that a step evaluates it only for the keys still held.
 
     Args:
-        keys: ``(k [B, T, G, K], v [B, T, G, V]) -> [B, G, T, X]``, what it remembers of each key.
-        rows: ``q [B, T, H, K] -> [B, G, T, X]``, what it sees of each query.
-        join: ``(keys [B, G, n, X], rows [B, G, R, X]) -> Retention``.
+        keys: ``(k [B, T, G, K], v [B, T, G, V]) -> [B, G, T, X]``, the features of each key that are cached.
+        rows: ``q [B, T, H, K] -> [B, G, T, X]``, the features of each query.
+        join: ``(keys [B, G, n, X], rows [B, G, R, X]) -> Retention``, the retention of n keys at R queries.
     """
 
     keys: Callable[[Tensor, Tensor], Tensor]
@@ -66,22 +67,22 @@ class Network:
 
 @dataclass(frozen=True, eq=False)
 class ForgettingCache:
-    """What a layer that forgets remembers. A call leaves it as it is, and gives a new one.
+    """The state of a layer with One-Pass Forgetting. A call does not change it and returns a new one.
 
     Args:
-        slots: by name, ``[B, G, N, ...]``; of each head the first ``live`` slots are in use. ``k`` ``[.., r, K]``
-            (r > 1 where transitions differ by query head) and ``v`` ``[.., V]``; ``network``, what the forget network
-            remembers of the key; ``position``, its number in its sequence; ``kept``, its least retention so far;
-            ``attention``, the running mean of the attention to it. Where the variant decays, for the R = H / G query
-            heads: ``c`` and ``closed``, the running sum of the open gates and count of the closed ones up to the key,
-            ``tail``, ``log n_b - c_b`` there (:mod:`attnzoo.algebra.pruning`), and ``longest``, the length of the
-            longest key until then. Where slots are not in order (:mod:`attnzoo.forgetting.inplace`), ``held`` says
-            which are in use, and ``live`` nothing. Where heads share slots, all are ``[B, S, 1, ...]``, as if each slot
-            were a head with one key, and ``head`` says which head it is of.
+        slots: tensors by name, ``[B, G, N, ...]``; of each head the first ``live`` slots are in use. ``k``
+            ``[.., r, K]`` (r > 1 where transitions differ by query head) and ``v`` ``[.., V]``; ``network``, the forget
+            network's features of the key; ``position``, the key's index in its sequence; ``kept``, its least retention
+            so far; ``attention``, the running mean of the attention to it. Where the variant decays, for the R = H / G
+            query heads: ``c`` and ``closed``, the running sum of the open gates and count of the closed ones up to the
+            key, ``tail``, ``log n_b - c_b`` there (:mod:`attnzoo.algebra.pruning`), and ``longest``, the length of the
+            longest key so far. Where slots are not in order (:mod:`attnzoo.forgetting.inplace`), the mask ``held`` says
+            which are in use, and ``live`` is not read. Where heads share slots, all are ``[B, S, 1, ...]``, as if each
+            slot were a head with one key, and ``head`` is the number of the slot's head.
         live: slots in use by each head, ``[B, G]`` int64.
         seen: tokens of each sequence so far, ``[B]`` int64.
-        policy: by what keys go.
-        tokens: how many tokens it has seen, padding included.
+        policy: the rules by which keys are evicted.
+        tokens: tokens seen so far, padding included.
         sums: after the last token, ``[B, G, R]``: ``c``, ``closed`` and ``tail``; ``longest`` ``[B, G]``.
         phase, angle: as in :class:`attnzoo.KVCache`.
     """
@@ -101,7 +102,7 @@ class ForgettingCache:
         return self.tokens
 
     def bytes(self) -> int:
-        """Memory of all tensors."""
+        """Bytes of all tensors."""
         return sum(size_of(x) for x in (*self.slots.values(), *self.sums.values(), self.live, self.seen))
 
     def reorder(self, index: Tensor) -> ForgettingCache:
@@ -113,7 +114,7 @@ class ForgettingCache:
         return replace(self, slots=slots, live=self.live[index], seen=self.seen[index], sums=sums, phase=phase)
 
     def crop(self, tokens: int) -> ForgettingCache:
-        """The cache after the first ``tokens`` tokens, which only the whole one still is.
+        """The cache itself, if ``tokens`` is the number of tokens that it has seen; no earlier one can be restored.
 
         Raises:
             ValueError: any other number: what earlier rows saw may be gone.
@@ -124,11 +125,11 @@ class ForgettingCache:
         return self
 
     def detach(self) -> ForgettingCache:
-        """Itself: it has no history of gradients."""
+        """The cache itself, which records no gradient."""
         return self
 
     def to(self, device: torch.device | str) -> ForgettingCache:
-        """The same on another device; dtypes stay."""
+        """A copy on another device, with the same dtypes."""
         slots, sums = ({name: x.to(device) for name, x in part.items()} for part in (self.slots, self.sums))
         phase, angle = (None if x is None else x.to(device) for x in (self.phase, self.angle))
         live, seen = self.live.to(device), self.seen.to(device)
@@ -136,21 +137,22 @@ class ForgettingCache:
 
     @property
     def shared(self) -> bool:
-        """Whether all heads of a sequence share its slots."""
+        """Whether all heads of a sequence share their slots."""
         return "head" in self.slots
 
     def by_slot(self, x: Tensor) -> Tensor:
-        """What heads have, ``[B, G, ...]``, as slots are laid out: ``[B, S, ...]`` where these are shared."""
+        """Values per head, ``[B, G, ...]``, in the layout of slots: ``[B, S, ...]`` where heads share slots, else
+        unchanged."""
         return x[torch.arange(len(x), device=x.device)[:, None], self.slots["head"][:, :, 0]] if self.shared else x
 
     def by_head(self, which: Tensor) -> Tensor:
-        """How many such slots ``[B, G, N]`` each head has, ``[B, G]``."""
+        """The number of slots in the mask ``which [B, G, N]`` for each head, ``[B, G]``."""
         if not self.shared:
             return which.sum(-1)
         return torch.zeros_like(self.live).scatter_add_(1, self.slots["head"][:, :, 0], which[:, :, 0].long())
 
     def in_use(self) -> Tensor:
-        """Which slots hold a key, ``[B, G, N]`` bool."""
+        """The mask of slots that hold a key, ``[B, G, N]`` bool."""
         if "held" in self.slots:
             return self.slots["held"]
         number = torch.arange(self.size, device=self.live.device)
@@ -162,13 +164,14 @@ class ForgettingCache:
         return self.slots["kept"].shape[1 if self.shared else 2]
 
     def in_budget(self) -> int:
-        """Keys of a sequence that a budget in bytes has room for."""
+        """The number of keys of a sequence that fit into a budget in bytes."""
         assert self.policy.bytes is not None
         each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
         return self.policy.bytes // each
 
     def most(self) -> int | None:
-        """Slots that a head can need, or a sequence whose heads share them: those of its budget, and for new keys."""
+        """The most slots that a head, or a sequence with shared slots, can need: its budget and the new keys; None: no
+        limit."""
         G, options = self.live.shape[1], self.policy.options
         if self.shared:
             return max(self.in_budget(), G * options.window) + G
@@ -183,7 +186,7 @@ class ForgettingCache:
         return self.live.sum(1, keepdim=True) + number if self.shared else self.live
 
     def with_room(self) -> ForgettingCache:
-        """A copy with free slots for one more key of each head."""
+        """A copy with a free slot for one more key of each head."""
         axis, slots = 1 if self.shared else 2, {}
         needed = int((self.live + 1).sum(1).max() if self.shared else self.live.max() + 1)
         size = self.size if needed <= self.size else _within(self.most(), needed, -(-needed // PAGE) * PAGE)
@@ -197,8 +200,10 @@ class ForgettingCache:
         return self.seen[:, None, None] - 1 - self.slots["position"]
 
     def over_budget(self) -> Tensor:
-        """Which keys a budget has no room for: of those that rows to come may see, those of the least retention, but
-        for the last ``window`` tokens."""
+        """The mask of keys that exceed the budget, those of the least retention.
+
+        Only keys that later rows may see are counted; the last ``window`` tokens are never in the mask.
+        """
         kept, policy = self.slots["kept"], self.policy
         held = self.in_use() & ~self.done_with()
         safe = held & (self.age() < policy.options.window)
@@ -212,14 +217,14 @@ class ForgettingCache:
         return gone & held & ~safe
 
     def within_budget(self) -> ForgettingCache:
-        """The same with those keys marked that must go by the budget."""
+        """A copy in which the keys that exceed the budget are marked for eviction."""
         if self.policy.tokens is None and self.policy.bytes is None:
             return self
         kept = self.slots["kept"].masked_fill(self.over_budget(), GONE)
         return replace(self, slots={**self.slots, "kept": kept})
 
     def done_with(self) -> Tensor:
-        """Which keys no row to come sees, or may need, ``[B, G, N]`` bool."""
+        """The mask of keys that no later row sees or needs, ``[B, G, N]`` bool."""
         slots, policy = self.slots, self.policy
         gone = slots["kept"] < policy.options.threshold
         if policy.window is not None:
@@ -234,7 +239,7 @@ class ForgettingCache:
         return gone
 
     def _bounds(self, bounds: QueryBounds) -> QueryBounds:
-        """Those of the query heads of each slot."""
+        """The bounds of the query heads of each slot."""
         (B, G), R = self.live.shape, self.sums["c"].shape[2]
 
         def of_slots(x: Tensor) -> Tensor:
@@ -244,7 +249,7 @@ class ForgettingCache:
         return replace(bounds, query=of_slots(bounds.query), own=of_slots(bounds.own), score=score)
 
     def settled(self) -> ForgettingCache:
-        """The same without the keys that no row to come sees."""
+        """A copy without the keys that no later row sees or needs."""
         gone = self.done_with() & self.in_use()
         if not bool(gone.any()):
             return self
@@ -258,7 +263,8 @@ class ForgettingCache:
 
 
 def _rank(score: Tensor, position: Tensor) -> Tensor:
-    """How many entries of the last axis come before each when the largest is first, and of equal ones the latest."""
+    """The rank of each entry along the last axis, from 0: the largest score first, of equal scores the latest
+    position."""
     late = position.argsort(dim=-1, descending=True, stable=True)
     order = late.gather(-1, score.gather(-1, late).argsort(dim=-1, descending=True, stable=True))
     number = torch.arange(score.shape[-1], device=score.device).expand_as(order)
@@ -268,18 +274,20 @@ def _rank(score: Tensor, position: Tensor) -> Tensor:
 def swap_delete(
     slots: dict[str, Tensor], live: Tensor, gone: Tensor, most: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Put the last keys that stay in the place of those that go; shrink where more than half of the pages is free.
+    """The slots without the keys ``gone``, whose places the last keys take, and the numbers of slots in use ``[B, G]``.
+
+    The tensors shrink where more than half of the pages would be free.
 
     Args:
         slots: ``[B, G, N, ...]``.
         live: slots in use, ``[B, G]``.
-        gone: which of them go, ``[B, G, N]``.
-        most: slots of a head at most, if those that stay are not more.
+        gone: mask of evicted keys, ``[B, G, N]``.
+        most: the most slots of a head, unless more are in use.
     """
     number = torch.arange(gone.shape[2], device=live.device)
     left = live - gone.sum(-1)
     stays = (number < live[..., None]) & ~gone
-    holes = (gone & (number < left[..., None])).nonzero(as_tuple=True)  # as many of each head as it has late ones
+    holes = (gone & (number < left[..., None])).nonzero(as_tuple=True)  # as many as ``late`` has
     late = (stays & (number >= left[..., None])).nonzero(as_tuple=True)
     size, moved = _within(most, int(left.max()), _shrunk(int(left.max()), gone.shape[2])), {}
     for name, x in slots.items():
@@ -290,18 +298,20 @@ def swap_delete(
 
 
 def _shrunk(used: int, size: int) -> int:
-    """Slots in whole pages where more than half of the pages would be free, else as many as there are."""
+    """The number of slots to keep: whole pages where more than half of the pages would be free, else ``size``."""
     pages = max(1, -(-used // PAGE))
     return pages * PAGE if 2 * pages * PAGE <= size else size
 
 
 def _within(most: int | None, used: int, size: int) -> int:
-    """So many slots, but no more than ``most`` or, within a call, after which a budget cuts, than are used."""
+    """``size`` slots, but at most ``most``, or as many as are used where a call holds more until its budget is
+    applied."""
     return size if most is None else min(size, max(most, used))
 
 
 def first_ones(slots: dict[str, Tensor], stay: Tensor, size: int) -> dict[str, Tensor]:
-    """Of shared slots ``[B, S, 1, ...]`` those that ``stay [B, S, 1]``, in their order; then others, up to ``size``."""
+    """``size`` of the shared slots ``[B, S, 1, ...]``: first those in the mask ``stay [B, S, 1]``, in order, then
+    others."""
     order = stay[:, :, 0].int().argsort(dim=1, descending=True, stable=True)[:, :size]
     rows = torch.arange(len(order), device=order.device)[:, None]
     return {name: x[rows, order] for name, x in slots.items()}

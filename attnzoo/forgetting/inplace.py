@@ -1,4 +1,4 @@
-"""The keys of several sequences in layers that forget, changed in place by steps of one token."""
+"""In-place steps of layers with One-Pass Forgetting: the keys of several sequences, changed where they are stored."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
 
-AHEAD = 16  # steps at least between two looks at how many slots are in use
+AHEAD = 16  # the host reads how many slots are in use at most once in so many steps
 
 
 @dataclass(eq=False)
 class ForgettingMemory(Memory):
-    """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
+    """The in-place keys of B sequences, in slots of each head; a new key overwrites an evicted one.
 
-    A step reads all slots, and never waits for the device. With a budget there are as many as it allows, for each head
-    where it is in tokens, for all heads of a sequence together where it is in bytes;
-    else the host looks now and then how many are in use, and makes more, or fewer. Several tokens come one after the
-    other: into a copy of the slots, and when it is known which stay, into the slots.
+    A step reads all slots and never waits for the device. With a budget the number of slots is fixed by it, per head
+    for a budget in tokens, for all heads of a sequence together for one in bytes. Without a budget the host now and
+    then reads how many slots are in use and changes their number. A step of several tokens adds one after the other to
+    a copy of the slots; :meth:`keep` then adds those that stay to the slots.
 
     Args:
         forms: of the variant.
         network: of the layer.
         rows: see :class:`~attnzoo.forms.caches.inplace.BatchRows`.
-        cache: whose tensors are changed; its slots have no order.
-        most: slots that any head can need, or any sequence where its heads share them.
-        used: at least the slots that any head has in use.
-        last: the step of several tokens that :meth:`keep` ends.
+        cache: the cache whose tensors are changed; its slots have no order.
+        most: the most slots that a head can need, or a sequence whose heads share them.
+        used: an upper bound of the slots that any head has in use.
+        last: the call of the last step of several tokens, until :meth:`keep`.
     """
 
     forms: SoftmaxForms
@@ -54,7 +54,7 @@ class ForgettingMemory(Memory):
         state: ForgettingCache, rows: BatchRows, tokens: int, device: torch.device | str, forms: SoftmaxForms,
         network: Network,
     ) -> ForgettingMemory:  # fmt: skip
-        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+        """An empty memory for sequences of up to ``tokens`` tokens, with the shapes and dtypes of ``state``."""
         B, policy = len(rows.lengths), state.policy
         if policy.bounds is not None:
             policy = replace(policy, bounds=policy.bounds.clone())
@@ -73,7 +73,7 @@ class ForgettingMemory(Memory):
         cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
         return ForgettingMemory(forms, network, rows, cache, most)
 
-    @untraced  # it changes the slots where they stand
+    @untraced  # it changes the slots in place
     def step(self, call: Call, extend: Extend) -> Tensor:
         active = self.rows.active != 0
         if self.rows.tokens == 1:
@@ -88,7 +88,8 @@ class ForgettingMemory(Memory):
         return torch.cat(rows, 1)
 
     def _take(self, cache: ForgettingCache, call: Call, there: Tensor) -> Tensor:
-        """One token of the sequences ``there [B]``, which changes the tensors of ``cache``; its output."""
+        """The output of one token of the sequences in the mask ``there [B]``; changes the tensors of ``cache`` in
+        place."""
         slots, given = cache.slots, replace(SoftmaxOptions(**call.options), valid=there[:, None])
         slots["held"] &= ~cache.done_with()
         o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given)
@@ -145,10 +146,10 @@ class ForgettingMemory(Memory):
         return min(self.most, -(-(used + AHEAD) // PAGE) * PAGE)
 
     def _resize(self, used: int) -> None:
-        """Room for some more keys than the ``used`` ones of any head, which come first.
+        """Change the number of slots to some more than ``used``; the keys in use move to the front.
 
         Raises:
-            MemoryError: it would fill the memory. Nothing has changed then.
+            MemoryError: the new slots do not fit on the device. Nothing has changed then.
         """
         slots, size = self.cache.slots, self._room_for(used)
         needed = sum(size_of(x) // x.shape[2] * size for x in slots.values())
@@ -160,7 +161,7 @@ class ForgettingMemory(Memory):
             slots[name] = resized(x.gather(2, index), 2, size)
 
     def _held(self) -> Tensor:
-        """Which slots hold a key that a row to come may see, ``[B, G, N]``."""
+        """The mask of slots whose key a later row may see, ``[B, G, N]``."""
         return self.cache.slots["held"] & ~self.cache.done_with()
 
     def clear(self, row: int) -> None:
@@ -177,9 +178,9 @@ class ForgettingMemory(Memory):
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         slots = self.cache.slots
-        copies = slots["k"].numel() + slots["v"].numel()  # to compute with
+        copies = slots["k"].numel() + slots["v"].numel()  # temporary copies of a step
         if self.cache.shared:
-            # of each slot the queries of its head and their products with the key, and all heads' logits
+            # each slot's queries, their products with its key, and the logits of all heads
             per_head = heads // self.cache.live.shape[1]
             copies += slots["held"].numel() * (2 * per_head * slots["k"].shape[-1] + 3 * heads)
         copies *= max(4, slots["v"].itemsize)

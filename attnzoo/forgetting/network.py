@@ -1,4 +1,4 @@
-"""The forget network of a layer, and the student that reads the keys by it (One-Pass Forgetting, section 2)."""
+"""The forget network of a layer, and the layer's output with it (One-Pass Forgetting, section 2)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.precision import PreciseModule, fill, wide
 
-PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
-REMEMBERS = 3.0  # logit of retention at first, at age 0
+PAIR = 3  # features of a pair: age, logit, mean attention to the key so far
+REMEMBERS = 3.0  # initial logit of retention, at age 0
 DECAYS = -5.0  # softplus(-5) = 0.007: half forgotten after 100 tokens
-FADES = 0.54  # softplus(0.54) = 1, what retention's logit loses at first while the logarithm of the age grows by 1; a
-# slow fade would leave the order of the keys to what the network makes of them before it has learnt what age means
+# softplus(0.54) = 1: the initial logit falls by 1 while log age grows by 1. With a slower fall an untrained network's
+# random output, not the age, would order the keys.
+FADES = 0.54
 
 
 @dataclass(frozen=True, eq=False)
 class ForgettingTerms:
-    """What a layer's call has to add to the training loss, and what it shows.
+    """The terms of the training loss of one layer's call, and the share of keys it retained.
 
     Args:
-        distillation: L_r, or None where it was not wanted.
-        budget: L_b.
-        kept: expected share of its tokens that a row still sees.
+        distillation: L_r, a scalar, or None where it was not computed.
+        budget: L_b, a scalar.
+        kept: expected share of its tokens that a row still sees, mean over the rows.
     """
 
     distillation: Tensor | None
@@ -49,11 +50,12 @@ class ForgettingTerms:
 
 
 class ForgetNetwork(PreciseModule):
-    """A layer's forget network, shared by its heads but for a bias per key head; in at least float32.
+    """The forget network of a layer; its heads share all weights but a bias per key head. It computes in at least
+    float32.
 
     The features of a key are the directions of k and v and the logarithms of their lengths; those of a query the
     direction of q; those of a pair its age, its logit and the running mean of the attention to the key (section 2.2).
-    They are constants for the gradient, so that only the loss of the task trains what is outside the network.
+    No gradient flows into the features, so that the network's losses train nothing outside of it.
 
     Args:
         options: see :class:`~attnzoo.forgetting.rules.Forgetting`.
@@ -63,12 +65,12 @@ class ForgetNetwork(PreciseModule):
         window: tokens that a row of the layer sees; None for all.
 
     Attributes:
-        blend: lambda now; a training run's schedule sets it before a step.
-        temperature: tau now, likewise.
-        distils: whether a training step computes L_r, likewise.
-        collects: whether a call in training leaves its terms; a run's step switches it off once it has them, so that
-            a block that is computed again in the backward pass leaves none.
-        terms: of the last call in training.
+        blend: lambda, the student's share of the output; a schedule of the training sets it before a step.
+        temperature: tau, the sharpness of forgetting; set by a schedule too.
+        distils: whether a training step computes L_r; set by a schedule too.
+        collects: whether a call in training stores its terms; a training step switches it off after the forward pass,
+            so that a checkpointed block, recomputed in the backward pass, stores none.
+        terms: the loss terms of the last call in training.
     """
 
     key: Tensor
@@ -103,12 +105,12 @@ class ForgetNetwork(PreciseModule):
         self.reset_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the terms of the last call: their graph is that call's, and cannot be copied."""
+        """The state without the terms of the last call, whose autograd graph cannot be copied."""
         return {**vars(self), "terms": None}
 
     def reset_parameters(self) -> None:
-        """Matrices uniform by their inputs, as ``nn.Linear``; those behind them are 0, so that at first all keys are
-        alike and what goes first is what is oldest."""
+        """Initialise the first matrices as ``nn.Linear`` does and the last ones to 0, so that age alone orders the
+        keys."""
         starts = {"bias": REMEMBERS, "fade_bias": DECAYS if self.options.network == "decay" else FADES}
         for name, parameter in self.named_parameters():
             if (
@@ -122,28 +124,30 @@ class ForgetNetwork(PreciseModule):
                 fill(parameter, torch.full(parameter.shape, starts.get(name, 0.0)))
 
     def budget_shares(self) -> Tensor | None:
-        """How the key heads divide the layer's budget, ``[G]`` with mean 1; None where all get the same."""
+        """The key heads' learned shares of the layer's budget, ``[G]`` with mean 1; None for equal shares."""
         return self.shares.softmax(0) * self.heads if self.options.learned_budget else None
 
     def network(self) -> Network:
-        """The network in pieces, as a cache asks it."""
+        """The network in pieces, for a cache."""
         return Network(self.of_keys, self.of_rows, self.join)
 
     def of_keys(self, k: Tensor, v: Tensor) -> Tensor:
-        """What the network remembers of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``: ``[B, G, T, X]``."""
+        """The network's features ``[B, G, T, X]`` of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``."""
         k, v = (wide(x.detach()).transpose(1, 2) for x in (k, v))
         keys = torch.cat([_direction(k), _direction(v), _log_length(k), _log_length(v)], -1) @ self.key.mT + self.offset
         if self.options.of_pairs:
             return keys
         hidden = F.silu(keys)
-        fade = -F.logsigmoid(-(hidden @ self.fade + self.fade_bias[:, None]))  # softplus, as torch compiles it
+        fade = -F.logsigmoid(-(hidden @ self.fade + self.fade_bias[:, None]))  # softplus, for torch.compile
         if self.options.network == "decay":
             return fade[..., None]
         return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)
 
     def of_rows(self, q: Tensor) -> Tensor:
-        """What the network sees of queries ``[B, T, H, K]``, and the bias of their key head: ``[B, G, T, X]``, nothing
-        where it looks at keys alone."""
+        """The network's features ``[B, G, T, X]`` of queries ``[B, T, H, K]``, with their key head's bias as the last.
+
+        X is 0 for networks that read keys alone.
+        """
         q = reduce(wide(q.detach()), "b t (g r) k -> b g t k", "mean", g=self.heads)
         if not self.options.of_pairs:
             return q[..., :0]
@@ -157,28 +161,28 @@ class ForgetNetwork(PreciseModule):
             return _OfDecay(*parts) if len(parts) == 1 else _OfKeys(*parts)
         return _OfPairs(self, keys, rows)
 
-    @untraced  # lambda and tau are other numbers at every step, and the terms of the loss are left in the layer
+    @untraced  # lambda and tau change at every step, and the loss terms are stored in the layer
     def run(
         self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None = None
     ) -> tuple[Tensor, ForgettingCache | None]:
-        """What the layer's core gives, ``[B, T, H, V]``, and the state after it where one is kept.
+        """The output ``[B, T, H, V]`` of the layer's core, and the new state where the call has one.
 
-        In training that is teacher and student blended (section 2.3). In evaluation with lambda = 1, and with a cache,
-        keys are forgotten for good (section 3).
+        In training the outputs of teacher and student are blended (section 2.3). In evaluation with lambda = 1, and
+        with a cache, a key whose retention fell below the threshold is never read again (section 3).
 
         Args:
             forms: of the layer's variant.
-            teacher: the one of them that reads whole sequences, and all their keys.
-            call: of the core.
-            policy: by what a cache gives up keys.
+            teacher: the form that reads whole sequences with all their keys.
+            call: the inputs and options of the core.
+            policy: the rules by which a cache evicts keys.
 
         Raises:
-            ValueError: a cache while a part of the teacher, which needs all keys, is in the output.
+            ValueError: a cache with lambda < 1, where the output contains the teacher's, which needs all keys.
         """
         valid = call.options.get("valid")
         if valid is None:
             return self._run(forms, teacher, call, policy)
-        last = LastRows.of(valid, *valid.shape)  # what runs along the rows of a panel counts none between tokens
+        last = LastRows.of(valid, *valid.shape)  # running sums along rows need tokens without padding between them
         q, k, v = (last.take(x) for x in (call.q, call.k, call.v))
         gate = call.gate.map(lambda part: part if part.ndim == 1 else last.take(part))
         options = {**call.options, "valid": last.take(valid)}
@@ -188,7 +192,7 @@ class ForgetNetwork(PreciseModule):
     def _run(
         self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None
     ) -> tuple[Tensor, ForgettingCache | None]:
-        """:meth:`run` for tokens of which those that exist stand last."""
+        """:meth:`run` for rows whose padding, if any, stands before all tokens."""
         given = call.options
         assert isinstance(forms, SoftmaxForms)
         if policy is not None:
@@ -234,7 +238,8 @@ class ForgetNetwork(PreciseModule):
 
 @dataclass(frozen=True, eq=False)
 class _OfKeys:
-    """``base_j - fade_j log(1 + age)`` with fade > 0: falls with the age, whatever the key; both ``[B, G, 1, T]``."""
+    """Retention logits ``base_j - fade_j log(1 + age)`` with fade > 0, falling with age; base and fade
+    ``[B, G, 1, T]``."""
 
     base: Tensor
     fade: Tensor
@@ -246,7 +251,7 @@ class _OfKeys:
 
 @dataclass(frozen=True, eq=False)
 class _OfDecay:
-    """The logit of ``exp(-fade_j age)``, from age 1 on: a rate per key, ``[B, G, 1, T]``."""
+    """Retention logits of ``r = exp(-fade_j age)``, age at least 1, with a rate fade per key, ``[B, G, 1, T]``."""
 
     fade: Tensor
 
@@ -257,8 +262,11 @@ class _OfDecay:
 
 @dataclass(frozen=True, eq=False)
 class _OfPairs:
-    """An MLP on the sum of what keys, queries and pairs say, or a dot product of the first two beside the third; what
-    they say is beside ``-log(1 + age)``, with which retention falls at first."""
+    """Retention logits of (query, key) pairs, on top of ``-log(1 + age)``.
+
+    An MLP on the sum of key, query and pair features (``"pair"``), or a dot product of key and query features plus a
+    linear map of the pair's (``"attention"``).
+    """
 
     network: ForgetNetwork
     keys: Tensor  # [B, G, T, W]

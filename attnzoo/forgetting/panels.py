@@ -1,4 +1,4 @@
-"""The logits of a softmax variant in panels: few keys at a time, each with all rows that may see it."""
+"""The logits of a softmax variant in panels: few keys at a time, with all rows from the first of them on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from attnzoo.forms.readout import Band
 from attnzoo.forms.softmax import SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
-WIDE = 256, 2048  # at least and at most on a GPU, where what is small costs as much as what is large
-PAIRS = 2**25  # of a row, a key and a query head, up to which a panel is wide
+WIDE = 256, 2048  # least and most keys of a panel on a GPU, where small panels cost as much as large ones
+PAIRS = 2**25  # the most (row, key, query head) triples of a panel on a GPU
 
 
 class Logits:
-    """The teacher's logits in panels, and which of them exist.
+    """The teacher's logits in panels, and masks of the pairs that are visible.
 
     Args:
         forms: of the softmax variant.
@@ -31,9 +31,9 @@ class Logits:
         k: ``[B, T, G, K]``.
         gate: of the variant.
         scale: of the scores; None for ``1 / sqrt(K)``.
-        valid: tokens that exist, ``[B, T]`` bool, or None for all. The others are first or last.
+        valid: tokens that are no padding, ``[B, T]`` bool, or None for all. Padding stands first or last.
         cu_seqlens: borders ``[N + 1]`` of packed sequences, or None.
-        window: rows see that many tokens; None for all.
+        window: tokens that a row sees; None for all.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Logits:
         if valid is not None:
             q, k = existing(valid, q, k)
         self.heads, self.valid, self.columns = k.shape[2], valid, COLUMNS
-        if q.device.type != "cpu" and isinstance(forms, AdditiveForms):  # transitions are cut into blocks of COLUMNS
+        if q.device.type != "cpu" and isinstance(forms, AdditiveForms):  # matrix transitions need blocks of COLUMNS
             self.columns = wide(q.shape[0] * H * T)
         gate = forms.separated(gate, q, valid, cu_seqlens)
         local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
@@ -53,7 +53,7 @@ class Logits:
         q = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
         k = heads_first(k, H, dtype)
         self.q, self.k, self.carry = q, k, forms.transition.carry
-        self.own = (q * k).sum(-1)  # [B, H, T]: no transition lies between a row and itself
+        self.own = (q * k).sum(-1)  # [B, H, T], a row's score with its own key
         self.blocks: ClosedForm | None = None
         if local is not None:
             self.blocks = forms.transition.block(_cut(q, self.columns), _cut(k, self.columns), local)
@@ -72,7 +72,7 @@ class Logits:
         return B, H, T
 
     def panels(self) -> Iterator[tuple[int, int]]:
-        """First and last + 1 key of each panel."""
+        """The first key and the end (exclusive) of each panel."""
         T = self.own.shape[-1]
         return ((start, min(start + self.columns, T)) for start in range(0, T, self.columns))
 
@@ -81,7 +81,7 @@ class Logits:
         return (self.position[:, start:, None] - self.position[:, None, start:stop])[:, None]
 
     def exists(self, start: int, stop: int) -> Tensor:
-        """Which rows of a panel see which keys, ``[B or 1, 1, R, n]`` bool."""
+        """The mask of visible (row, key) pairs of a panel, ``[B or 1, 1, R, n]`` bool."""
         T, device = self.own.shape[-1], self.own.device
         rows, keys = torch.arange(start, T, device=device)[:, None], torch.arange(start, stop, device=device)
         there = (keys <= rows)[None]
@@ -94,7 +94,8 @@ class Logits:
         return there[:, None]
 
     def panel(self, start: int, stop: int, there: Tensor) -> Tensor:
-        """``s_tj + d_tj`` of a panel, ``[B, H, R, n]``; -inf where nothing is seen (:meth:`exists`)."""
+        """The logits ``s_tj + d_tj`` of a panel, ``[B, H, R, n]``; -inf for pairs that are not visible
+        (:meth:`exists`)."""
         if self.blocks is None:
             scores = self.q[:, :, start:] @ self.k[:, :, start:stop].mT
         else:
@@ -109,10 +110,10 @@ class Logits:
         return scores.masked_fill(~there, -torch.inf)
 
     def carried(self, n: int, blocks: ClosedForm) -> tuple[Tensor, Tensor]:
-        """The scores of block n's keys with the rows of its own block and of all after it, and the keys in the end,
+        """The scores of block n's keys with all rows from its first on, and its keys carried to the end,
         ``[B, H, K, C]``."""
         rows = [blocks.scores[:, :, n]]
-        keys = blocks.k[:, :, n].mT  # [B, H, K, C]: laid out as a state, to be carried as one
+        keys = blocks.k[:, :, n].mT  # [B, H, K, C], the layout of a state, for carry
         for m in range(n + 1, blocks.q.shape[2]):
             rows.append(blocks.q[:, :, m] @ keys)
             keys = self.carry(cast(Tensor, blocks.total)[:, :, m], keys)
@@ -120,7 +121,7 @@ class Logits:
 
 
 def wide(rows: int) -> int:
-    """Keys of a panel on a GPU, for so many rows over all sequences and query heads: a multiple of ``COLUMNS``."""
+    """The keys of a panel on a GPU, a multiple of ``COLUMNS``, for ``rows`` rows over all sequences and query heads."""
     least, most = WIDE
     return max(least, min(most, PAIRS // rows // COLUMNS * COLUMNS))
 

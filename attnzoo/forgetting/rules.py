@@ -1,18 +1,18 @@
-r"""One-Pass Forgetting: a retention per key and time, learnt from the model's own later attention; its definitions.
+r"""Definitions of One-Pass Forgetting: a retention per key and row, learnt from the model's own later attention.
 
-For any softmax variant with logits :math:`a_{tj}` and weights :math:`\alpha_{tj}` (the *teacher*), row t sees key j the
-more faintly the lower a retention :math:`r_{tj} \in [0, 1]` is (the *student*):
+Beside any softmax variant with logits :math:`a_{tj}` and weights :math:`\alpha_{tj}` (the *teacher*) stands a
+*student*, whose logits are lowered where the retention :math:`r_{tj} \in [0, 1]` of key j at row t is low:
 
 .. math:: \tilde a_{tj} = a_{tj} + B_{tj}, \qquad B_{tj} = \log \sigma(\tau (\min_{j \le i \le t} r_{ij} - \tau_0))
 
-A network finds r from what is known at t. It learns from the contributions
-:math:`s_{tj} = |\alpha_{tj} v_j|^2 / |y_t|^2` that the teacher's later rows turn out to need.
+A network computes r from features known at row t. Its targets are the contributions
+:math:`s_{tj} = |\alpha_{tj} v_j|^2 / |y_t|^2` of the keys to the teacher's later rows.
 
 Source: "One-Pass Forgetting: Layer-Wise Self-Distillation for Learned Memory Compression in Transformers", whose
 sections are named below. The functions here are dense and follow each definition literally, for tests and for reading;
-:mod:`attnzoo.forgetting.student` computes the same with memory O(T). Retention belongs to key/value heads, since that
-is what a cache can drop. Shapes: a ``[B, H, T, T]``, s, S, r ``[B, G, T, T]``, both with rows first; ``exists``
-``[T, T]`` or ``[B, 1, T, T]`` bool says which rows see which keys at all.
+:mod:`attnzoo.forgetting.student` computes the same with memory O(T). Retention belongs to key/value heads, since a
+cache can only evict a key of such a head. Shapes: a ``[B, H, T, T]``, s, S, r ``[B, G, T, T]``, both with rows first;
+``exists`` ``[T, T]`` or ``[B, 1, T, T]`` bool says which rows see which keys at all.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ NETWORKS = ("key", "pair", "attention", "decay")
 POOLS = ("power", "softmax", "max")
 NORMALIZERS = ("mean", "max")
 DIVERGENCES = ("bernoulli", "mse")
-DEEPEST = 60.0  # a weight of exp(-60) still has company above the smallest numbers of float32
+DEEPEST = 60.0  # exp(-60) is far above the smallest numbers of float32
 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """How a softmax layer learns which keys it may forget: ``build_attention("nope", forgetting=Forgetting())``.
+    """Options of One-Pass Forgetting for a softmax layer: ``build_attention("nope", forgetting=Forgetting())``.
 
     Args:
-        network: what retention is a function of. ``"key"``: the key and value themselves and their age, falling with
-            it; no features of T x T pairs, so that it scales. ``"pair"``: an MLP on every (query, key), as the paper
-            writes it (section 2.2). ``"attention"``: the same features, with a small dot product of the query and
-            the key in place of the hidden layer (its "attention-lite module"). ``"decay"``: a rate of decay per key,
-            ``r = exp(-rate age)``, as TRIM-KV has it (Bui et al., "Cache What Lasts", 2025), for comparison.
+        network: the inputs of retention. ``"key"``: the key, its value and its age, with which it falls; no features of
+            T x T pairs, so that it scales. ``"pair"``: an MLP on every (query, key), as the paper writes it (section
+            2.2). ``"attention"``: the same features, with a small dot product of the query and the key in place of the
+            hidden layer (its "attention-lite module"). ``"decay"``: a rate of decay per key, ``r = exp(-rate age)``, as
+            TRIM-KV has it (Bui et al., "Cache What Lasts", 2025), for comparison.
         width: hidden channels of the network.
         window: the last tokens, the row itself among them, that are always remembered (section 3's remember window; in
             training too, since a cache that protects them must be trained as one).
         threshold: tau_0, the retention at which a key is half forgotten, in (0, 1).
-        temperature: tau, how sharply, above 0, where no schedule of a training run says it.
+        temperature: tau, how sharply, above 0; used where no schedule of the training sets it.
         limit: B_max: no bias is below minus this, in (0, 60].
-        blend: lambda, the student's share of the output, in [0, 1], where no schedule says it.
-        monotone: nothing is remembered again once it was forgotten (the running minimum). False is for comparison: rows
-            of a layer in evaluation then see what earlier ones had forgotten, and caches refuse it.
-        memory: how much of the running mean of past attention to a key remains after a token, in [0, 1); networks of
-            pairs read it, others refuse another one than the default.
+        blend: lambda, the student's share of the output, in [0, 1]; used where no schedule sets it.
+        monotone: retention never rises again (it is replaced by its running minimum). False is for comparison: a row in
+            evaluation may then see keys that earlier rows did not, and caches refuse it.
+        memory: how much of the running mean of past attention to a key remains after a token, in [0, 1); only networks
+            of pairs read it, and other networks refuse a value that is not the default.
         pool: how the contributions of later rows become one utility, see :func:`future_utility`.
         discount: gamma, per row of distance, in (0, 1].
         normalize: how a utility becomes a number in [0, 1], see :func:`target_retention`.
-        divergence: between that and the retention, see :func:`divergence`.
+        divergence: the distance between target and retention in the loss, see :func:`divergence`.
         budget: B_t, what a row may remember: a share of its tokens below 1, or a number of tokens from 1 on.
-        learned_budget: the key heads of a layer divide ``budget`` among themselves as they learn to.
+        learned_budget: learn how the key heads of a layer divide ``budget``.
 
     Raises:
         ValueError: a number out of range or an unknown word.
@@ -113,13 +113,15 @@ class Forgetting:
         return self.network in ("pair", "attention")
 
     def capacity(self, tokens: Tensor) -> Tensor:
-        """B_t of rows that have so many tokens to remember, the budget counted in tokens or as a share."""
+        """B_t, the budget in tokens, of rows that see ``tokens`` tokens."""
         return tokens * self.budget if self.budget < 1 else tokens.clamp(max=self.budget)
 
 
 def room(budget: int | str | None) -> tuple[int | None, int | None]:
-    """What a cache may hold, from what a user writes: a number of tokens for each key head, or a text such as "96 KiB"
-    for the keys and values of all heads of a layer and sequence together. Gives the number of tokens and that of bytes.
+    """The tokens per key head and the bytes that a user's ``budget`` allows; one of the two is None.
+
+    A budget is a number of tokens for each key head, or a text such as "96 KiB" for the keys and values of all heads of
+    a layer and one sequence together.
 
     Raises:
         ValueError: neither.
@@ -157,7 +159,7 @@ def contributions(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def least(x: Tensor) -> Tensor:
-    """x >= 0, away from 0, so that it may be divided by and has a logarithm."""
+    """x >= 0 raised to a least positive number, so that division and the logarithm are finite."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
 
 
@@ -205,7 +207,8 @@ def target_retention(utility: Tensor, exists: Tensor, normalize: str) -> Tensor:
 
 
 def squashed(logits: Tensor) -> Tensor:
-    """Section 2.2's attention logits, as a feature in (-1, 1) that is fine around 0: ``a / (8 + |a|)``."""
+    """Section 2.2's attention logits, as a feature in (-1, 1) with the finest resolution around 0:
+    ``a / (8 + |a|)``."""
     a = logits.clamp(min=-1e4)
     return a / (8 + a.abs())
 
@@ -213,8 +216,8 @@ def squashed(logits: Tensor) -> Tensor:
 def shares(logits: Tensor, heads: int) -> Tensor:
     r"""Section 2.2's attention to a key, as a feature: :math:`\sigma(a_{tj} - a_{tt})`, mean over the group's heads.
 
-    A row's weight on j beside that on itself alone. The weight among all keys would depend on those that a cache has
-    given up by then; this is the same number in training and with any cache.
+    The row's weight on key j in a softmax over j and the row's own key alone. A weight among all keys would depend on
+    which keys a cache has evicted; this one is the same in training and with any cache.
 
     Args:
         logits: ``[B, H, T, T]``.
@@ -239,8 +242,9 @@ def running_mean(shares: Tensor, memory: float) -> Tensor:
 
 
 def remembered(retention: Tensor, age: Tensor, options: Forgetting) -> Tensor:
-    """Retention as it counts: 1 for the last ``window`` tokens, then its minimum so far (section 2.2's cumulative
-    minimum along time, "no un-forgetting").
+    """The effective retention: 1 for the last ``window`` tokens, then the minimum of r so far.
+
+    That is section 2.2's cumulative minimum along time, "no un-forgetting".
 
     Args:
         retention: r ``[B, G, T, T]``.
@@ -256,12 +260,12 @@ def forgetful_bias(retention: Tensor, options: Forgetting, temperature: float) -
 
 
 def full_bias(options: Forgetting, temperature: float) -> float:
-    """The bias of what is fully remembered, r = 1. Sinks, which are no keys, have it too."""
+    """The bias of a key with retention r = 1; it is also the bias of the sinks."""
     return float(forgetful_bias(torch.ones((), dtype=torch.float64, device="cpu"), options, temperature))
 
 
 def student(logits: Tensor, bias: Tensor, v: Tensor, sink: Tensor | None = None, sink_bias: float = 0.0) -> Tensor:
-    """Section 2.2: the readout of ``a + B``; as r = 1 everywhere moves all logits alike, it then is the teacher.
+    """Section 2.2: the softmax readout of ``a + B``; it equals the teacher where r = 1 everywhere.
 
     Args:
         logits: a ``[B, H, T, T]``, -inf where a row sees nothing.
@@ -290,10 +294,11 @@ def blended(teacher: Tensor, student: Tensor, blend: float) -> Tensor:
 
 
 def divergence(target: Tensor, logits: Tensor, kind: str) -> Tensor:
-    """Section 2.4's L_r for each pair, >= 0, and 0 only where retention is its target; no gradient to the target.
+    """Section 2.4's L_r for each pair, >= 0, and 0 only where retention equals the target; no gradient flows to the
+    target.
 
-    The text asks for KL or MSE between numbers that are no distributions. ``"bernoulli"``: each pair is a coin, kept or
-    not, with these two chances; the KL divergence of the two. ``"mse"``: the squared difference.
+    The text asks for KL or MSE between numbers that are no distributions. ``"bernoulli"``: the KL divergence of two
+    Bernoulli distributions with these probabilities. ``"mse"``: the squared difference.
 
     Args:
         target: in [0, 1].
@@ -311,8 +316,9 @@ def distillation_loss(target: Tensor, logits: Tensor, exists: Tensor, age: Tenso
     """Section 2.4's L_r: the mean of :func:`divergence` over the pairs that are not in the remember window.
 
     Args:
-        target, logits: as there, ``[B, G, T, T]``.
-        exists, age: of each pair: whether a row may read its key, and in how many tokens; they broadcast to these.
+        target, logits: as in :func:`divergence`, ``[B, G, T, T]``.
+        exists, age: the mask of visible pairs, and the distance from key to row in tokens; both broadcast to
+            ``target``.
     """
     counts = (exists & (age >= options.window)).expand(target.shape)
     each = divergence(target, logits, options.divergence).masked_fill(~counts, 0.0)
@@ -320,20 +326,21 @@ def distillation_loss(target: Tensor, logits: Tensor, exists: Tensor, age: Tenso
 
 
 def expected_kept(retention: Tensor, options: Forgetting, temperature: float) -> Tensor:
-    r"""Section 2.4: the chance :math:`\sigma(\tau (r - \tau_0))` that a key with this retention is still there."""
+    r"""Section 2.4: the probability :math:`\sigma(\tau (r - \tau_0))` that a key with this retention is still held."""
     return (temperature * (retention - options.threshold)).sigmoid()
 
 
 def budget_loss(
     retention: Tensor, exists: Tensor, options: Forgetting, temperature: float, shares: Tensor | None = None
 ) -> Tensor:
-    r"""Section 2.4's L_b: :math:`|\sum_j \sigma(\tau (r_{tj} - \tau_0)) - B_t|`, over its row's tokens, mean over rows.
+    r"""Section 2.4's L_b: :math:`|\sum_j \sigma(\tau (r_{tj} - \tau_0)) - B_t|`, divided by the row's number of tokens,
+    mean over rows.
 
-    The text's is a number of tokens; its share of those that there are weighs the same at every length.
+    The paper does not divide; the division gives rows of every length the same weight.
 
     Args:
         retention: :func:`remembered`, ``[B, G, T, T]``.
-        shares: of the budget of a layer, that each head gets, ``[G]`` with mean 1; None for all the same.
+        shares: each key head's share of the layer's budget, ``[G]`` with mean 1; None for equal shares.
     """
     exists = exists.expand(retention.shape)
     kept = expected_kept(retention, options, temperature).masked_fill(~exists, 0.0).sum(-1)  # [B, G, T]
@@ -341,7 +348,7 @@ def budget_loss(
 
 
 def budget_gap(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
-    """:func:`budget_loss` from the expected number of kept keys and that of all, both ``[B, G, T]``."""
+    """:func:`budget_loss` from the expected number of retained keys and the number of all keys, both ``[B, G, T]``."""
     wanted = options.capacity(tokens.to(kept.dtype))
     if shares is not None:
         wanted = (wanted * shares[:, None]).minimum(tokens.to(kept.dtype))

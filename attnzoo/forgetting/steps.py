@@ -1,4 +1,4 @@
-"""The first tokens of a cache that gives up single keys, and each token after them."""
+"""Prefill and cached steps with a cache that evicts single keys (One-Pass Forgetting, section 3)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def extend_forgetting(
     forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, policy: Policy,
     state: ForgettingCache | None, given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
-    """Add T tokens to a cache and attend to the keys that are left.
+    """Add T tokens to a cache and attend to the keys that it holds.
 
-    Rows of one call see each other and what the cache held before, by retention alone; a budget cuts when it ends.
+    Within a call only retention hides keys from rows; a budget is applied at the end of the call.
 
     Args:
         forms: of the variant.
@@ -46,7 +46,7 @@ def extend_forgetting(
     if state is None:
         o, new = _prefill(forms, q, k, v, gate, network, policy, given)
         if policy.tokens is not None or policy.bytes is not None:
-            return o, new.within_budget().settled()  # what goes is not held until the next call
+            return o, new.within_budget().settled()  # evicted keys free their memory before the next call
     else:
         if len(state.seen) != q.shape[0]:
             raise ValueError(f"state: expected {q.shape[0]} sequences, got {len(state.seen)}")
@@ -64,7 +64,7 @@ def _prefill(
     forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, policy: Policy,
     given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
-    """The first T tokens, in panels."""
+    """The output and the cache of the first T tokens, computed in panels."""
     (B, T, H, _), G, valid = q.shape, v.shape[2], given.valid
     logits = Logits(forms, q, k, gate, scale=given.scale, valid=valid, window=given.window)
     memory = network.keys(k, v)
@@ -109,7 +109,7 @@ def _step(
     forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
     given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
-    """One token of each sequence."""
+    """The output and the new cache of one more token of each sequence."""
     state = state.settled().with_room()
     return take_token(forms, q, k, v, gate, network, state, given)
 
@@ -118,9 +118,9 @@ def take_token(
     forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
     given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
-    """One token of each sequence into free slots, and its output; nothing waits for the device.
+    """Write one token of each sequence into free slots and return its output, without waiting for the device.
 
-    The slots are written to where they stand. The other arguments are those of :func:`extend_forgetting`.
+    The slots are changed in place. The other arguments are those of :func:`extend_forgetting`.
     """
     (B, _, H, K), G, dtype, options = q.shape, v.shape[2], compute_dtype(q), state.policy.options
     there = torch.ones(B, dtype=torch.bool, device=q.device) if given.valid is None else given.valid[:, 0]
@@ -184,9 +184,9 @@ def take_token(
 
 
 def _read(state: ForgettingCache, a: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
-    """The readout ``[B, G, R, V]`` of logits ``[B, G, R, N]`` and values ``[B, G, N, V]``, as slots are laid out."""
+    """The readout ``[B, G, R, V]`` of logits ``[B, G, R, N]`` and values ``[B, G, N, V]`` in the layout of slots."""
     B, G = state.live.shape
-    if state.shared:  # every head looks at all slots, and sees its own
+    if state.shared:  # every head reads all slots and masks those of other heads
         mine = state.slots["head"].mT == torch.arange(G, device=a.device)[:, None]  # [B, G, S]
         a = a[..., 0].mT[:, None].masked_fill(~mine[:, :, None], least_logit(a.dtype))  # [B, G, R, S]
         values = values[:, None, :, 0]  # [B, 1, S, V]
@@ -197,7 +197,7 @@ def _read(state: ForgettingCache, a: Tensor, values: Tensor, sink: Tensor | None
 
 
 def _carry(forms: SoftmaxForms, gate: Gate, q: Tensor, k: Tensor, state: ForgettingCache) -> Tensor:
-    """The keys ``[B, G, N, r, K]`` after one more transition."""
+    """The cached keys ``[B, G, N, r, K]``, carried by one more transition."""
     keys = state.slots["k"]
     r, G = keys.shape[3], state.live.shape[1]
     local = HeadGate.of(replace(gate, log_decay=None), q if r > 1 else k).at(0)
@@ -208,7 +208,8 @@ def _carry(forms: SoftmaxForms, gate: Gate, q: Tensor, k: Tensor, state: Forgett
 
 
 def _next_sums(state: ForgettingCache, g: Tensor | None, k: Tensor, there: Tensor) -> dict[str, Tensor]:
-    """The sums after one token with the gates ``g [B, 1, H]`` and the key ``k``, where it exists."""
+    """The sums after one token with the gates ``g [B, 1, H]`` and the key ``k``, for the sequences in the mask
+    ``there``."""
     if g is None:
         return {}
     before, (B, G) = state.sums, state.live.shape

@@ -1,15 +1,16 @@
-r"""One-Pass Forgetting with memory O(T), for any softmax variant: what :mod:`attnzoo.forgetting.rules` defines.
+r"""The student of One-Pass Forgetting with memory O(T), for any softmax variant; :mod:`attnzoo.forgetting.rules`
+defines it.
 
-Everything that runs along time (the minimum so far, the running mean of attention, the utility pooled over later rows)
-belongs to one key. So a call is cut into *panels* of few keys with all their rows: each holds its keys' whole history,
-which blocks of rows would have to hand from one to the next, and to keep for the backward pass, T / C times T numbers.
-A panel adds to three sums per row,
+Every scan along time (the minimum so far, the running mean of attention, the utility pooled over later rows) runs over
+the rows of one key. So a call is cut into *panels* of few keys with all their rows, each of which holds the whole scan.
+Blocks of C rows would have to pass scan states on and keep T / C times T numbers for the backward pass. A panel adds to
+three sums per row,
 
 .. math:: N_t = \sum_j e^{a_{tj} + B_{tj} - L_t} v_j, \quad Z_t = \sum_j e^{a_{tj} + B_{tj} - L_t}
 
 and the expected number of kept keys, with the teacher's log-sum-exp L as the constant: no bias is above 0 or below
-:math:`-B_{max}`, so that Z is in :math:`[e^{-B_{max}}, 1]`. The output is N / Z. Sums keep nothing for the backward
-pass, which computes each panel again.
+:math:`-B_{max}`, so that Z is in :math:`[e^{-B_{max}}, 1]`. The output is N / Z. The backward pass computes each panel
+again.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from attnzoo.forms.readout import least_logit
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """The keys ``start .. stop`` with all rows from the first of them on: R rows, n keys.
+    """The n keys ``start .. stop`` with the R rows from ``start`` on.
 
     Args:
         start: the first key, which is the first row too.
         stop: the end of the keys.
         age: tokens from key to row, ``[B or 1, 1, R, n]``; negative above the diagonal.
         logits: :func:`~attnzoo.forgetting.rules.squashed`, mean over the query heads of a key head, ``[B, G, R, n]``;
-            None where the network looks at no pairs. What is learnt from it leaves it as it is: no gradient.
-        attention: :func:`~attnzoo.forgetting.rules.running_mean` of the attention to the key, likewise.
+            None where the network reads no pairs. No gradient flows into it.
+        attention: :func:`~attnzoo.forgetting.rules.running_mean` of the attention to the key, of the same shape; None
+            likewise.
     """
 
     start: int
@@ -61,17 +63,17 @@ class Panel:
     attention: Tensor | None = None
 
 
-Retention = Callable[[Panel], Tensor]  # logits of r, [B, G, R, n], from what is known at each row
+Retention = Callable[[Panel], Tensor]  # a panel -> the logits of r, [B, G, R, n]
 
 
 @dataclass(frozen=True, eq=False)
 class Forgotten:
-    """What a student gives.
+    """The output of a student and the terms of its loss.
 
     Args:
         o: ``[B, T, H, V]``.
-        distillation: L_r, where it was asked for.
-        budget: L_b, likewise.
+        distillation: L_r, or None where it was not computed.
+        budget: L_b, or None where it was not computed.
         kept: expected share of its tokens that a row still sees, mean over all rows.
     """
 
@@ -85,19 +87,19 @@ def forgetful_attention(
     logits: Logits, v: Tensor, lse: Tensor, retention: Retention, options: Forgetting, temperature: float, *,
     teacher: Tensor | None = None, sink: Tensor | None = None, shares: Tensor | None = None, losses: bool = False,
 ) -> Forgotten:  # fmt: skip
-    """The student's output, and what its retention loses.
+    """The student's output, and the losses of its retention.
 
     Args:
-        logits: the teacher's.
+        logits: the teacher's logits, in panels.
         v: ``[B, T, G, V]``.
-        lse: the teacher's log-sum-exps ``[B, T, H]``, its sink's among them.
-        retention: gives the logits of r for a panel.
+        lse: the teacher's log-sum-exp per row ``[B, T, H]``, with the sink's logit in the sum.
+        retention: a function of a panel that returns the logits of r.
         options: see :class:`~attnzoo.forgetting.rules.Forgetting`.
         temperature: tau.
-        teacher: its output ``[B, T, H, V]``; given, L_r is computed.
+        teacher: the teacher's output ``[B, T, H, V]``; L_r is computed where it is given.
         sink: ``[H]`` logits without a value.
-        shares: of the budget, ``[G]`` with mean 1; None for all the same.
-        losses: compute L_b and the share of kept keys.
+        shares: each key head's share of the budget, ``[G]`` with mean 1; None for equal shares.
+        losses: compute L_b and the share of retained keys.
     """
     (B, H, T), G = logits.shape, logits.heads
     dtype = logits.own.dtype
@@ -150,12 +152,12 @@ def forgetful_attention(
 
 @dataclass(frozen=True, eq=False)
 class LastRow:
-    """What the last row leaves of all keys, for a cache to go on from.
+    """The scans of all keys at the last row, from which a cache continues.
 
     Args:
         kept: the least retention so far, ``[B, G, T]``.
-        attention: the running mean of the attention to the key, likewise; None where the network looks at no pairs.
-        carried: keys as the transitions of all later tokens leave them, ``[B, H, T, K]``; None where none carries them.
+        attention: the running mean of the attention to the key, ``[B, G, T]``; None where the network reads no pairs.
+        carried: keys carried to the last row, ``[B, H, T, K]``; None where no transition changes keys.
     """
 
     kept: Tensor
@@ -166,14 +168,14 @@ class LastRow:
 def hard_attention(
     logits: Logits, v: Tensor, retention: Retention, options: Forgetting, sink: Tensor | None = None
 ) -> tuple[Tensor, LastRow]:
-    """Rows see the keys whose retention has not been below the threshold, at their full weight, as in a cache that
-    gives the others up: what the student comes to where tau is sharp.
+    """The student's output in the limit of large tau: each row reads only keys whose retention never fell below the
+    threshold, at their full weight, as with a cache that evicts the others.
 
     Args:
         logits, v, retention, options, sink: as in :func:`forgetful_attention`.
 
     Returns:
-        ``[B, T, H, V]``, and what the last row leaves.
+        o ``[B, T, H, V]``, and the scans at the last row.
     """
     (B, H, T), G, dtype = logits.shape, logits.heads, logits.own.dtype
     if logits.valid is not None:
@@ -183,7 +185,7 @@ def hard_attention(
     if sink is not None:
         lse = sink.to(dtype)[:, None].expand(B, H, T)
     last = torch.full((B,), T - 1, device=v.device)
-    if logits.valid is not None:  # of each sequence's own tokens
+    if logits.valid is not None:  # the last token of each sequence
         last = torch.where(logits.valid, torch.arange(T, device=v.device), 0).amax(1)
     kept, means = [], []
     for start, stop in logits.panels():
@@ -211,25 +213,25 @@ def hard_attention(
 
 
 def _by_query_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, G, ...]`` for each of the query heads ``[B, H, ...]``."""
+    """``[B, G, ...]`` repeated for each query head, ``[B, H, ...]``."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def remembered_of(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) -> Tensor:
     """:func:`attnzoo.forgetting.rules.remembered` of a panel, from the logits of retention.
 
-    What a network of keys gives falls with the age: it is its own minimum so far.
+    The retention of a network of keys falls with age and so is its own running minimum.
     """
     if not options.of_pairs:
         return x.sigmoid().masked_fill(age < options.window, 1.0)
     r = x.sigmoid().masked_fill((age < options.window) | ~there, 1.0)
-    return -so_far(-r, 0.0, largest=True) if options.monotone else r  # the least so far
+    return -so_far(-r, 0.0, largest=True) if options.monotone else r  # running minimum
 
 
 def retention_of(
     logits: Logits, a: Tensor, start: int, stop: int, retention: Retention, options: Forgetting
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits of r ``[B, G, R, n]``, the ages of a panel, and the running mean of attention where it was asked for."""
+    """Logits of r ``[B, G, R, n]``, ages, and the running mean of attention (None where not needed) of a panel."""
     age, G = logits.age(start, stop), logits.heads
     if not options.of_pairs:
         return retention(Panel(start, stop, age)), age, None
@@ -243,7 +245,7 @@ def retention_of(
 def running_mean(x: Tensor, memory: float, rows: int = CHUNK) -> Tensor:
     """:func:`attnzoo.forgetting.rules.running_mean` of a panel ``[B, G, R, n]`` that begins with row and key 0.
 
-    Within a chunk of ``rows``, and from chunk to chunk, it is a product with powers of ``memory``, none above 1.
+    Within a chunk of ``rows`` rows and across chunks it is a matrix product with powers of ``memory``, all <= 1.
     """
     R, n = x.shape[-2:]
     row = torch.arange(R, device=x.device)[:, None]
@@ -256,7 +258,7 @@ def running_mean(x: Tensor, memory: float, rows: int = CHUNK) -> Tensor:
         return (memory ** (step * gap.clamp(min=0).to(x.dtype))).masked_fill(gap < 0, 0.0)
 
     inside = powers(rows, 1, 0) @ x
-    before = powers(x.shape[2], rows, 1) @ inside[..., -1, :]  # what each chunk begins with
+    before = powers(x.shape[2], rows, 1) @ inside[..., -1, :]  # the mean before each chunk
     fade = memory ** torch.arange(1, rows + 1, dtype=x.dtype, device=x.device)
     mean = inside + fade[:, None] * before[..., None, :]
     return mean.flatten(2, 3)[..., :R, :].masked_fill(row < torch.arange(n, device=x.device), 0.0)

@@ -1,4 +1,4 @@
-"""What the retention of keys should be, by the teacher's later rows; defined in :mod:`attnzoo.forgetting.rules`."""
+"""The target of retention, from the teacher's later rows, with memory O(T); see :mod:`attnzoo.forgetting.rules`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, least
 from attnzoo.forms.caches.device_memory import available
 
-KEEPS = 1 / 64  # of the free memory, what the utilities of a call may take; more of them are found again where needed
-CHUNK = 128  # rows of a scan: a GPU takes the rows of one chunk one by one, but all chunks at once
+KEEPS = 1 / 64  # share of free memory for stored utilities; beyond it they are computed again
+CHUNK = 128  # rows of a chunk in a scan: sequential within a chunk, parallel over chunks
 
 
 @torch.no_grad()
 def counts(logits: Logits, options: Forgetting) -> tuple[Tensor, Tensor]:
-    """Keys that each row sees, ``[B or 1, 1, T]``, and how many pairs are not in the remember window."""
+    """The number of keys that each row sees, ``[B or 1, 1, T]``, and of all pairs outside the remember window."""
     tokens, old = [], []
     for start, stop in logits.panels():
         there = logits.exists(start, stop)
@@ -31,17 +31,17 @@ def counts(logits: Logits, options: Forgetting) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """What the retention of a panel should be, by the teacher's later rows.
+    """The target of retention, panel by panel.
 
     Args:
-        logits: the teacher's.
+        logits: the teacher's logits.
         lse: ``[B, H, T]``.
         value: ``log |v|^2``, ``[B, G, T]``.
         output: ``log |y|^2``, likewise.
         options: how utilities are pooled.
         temperature: tau.
-        unit: what the utilities of each row are measured by, ``[B, G, T]``.
-        found: utilities by panel, where all of them are few.
+        unit: each row's largest or mean utility, by ``normalize``, ``[B, G, T]``.
+        found: stored utilities by panel, where all of them fit.
     """
 
     logits: Logits
@@ -89,7 +89,7 @@ class Goal:
         return utility / least(utility + unit)
 
     def utility(self, a: Tensor, there: Tensor, start: int, stop: int) -> Tensor:
-        """S of a panel: the contributions of all rows, pooled from the last to the first."""
+        """S of a panel: the contributions pooled over later rows."""
         G, rows = self.logits.heads, slice(start, None)
         if a.shape[1] == G:
             log_s = torch.add(self.value[:, :, None, start:stop], a, alpha=2)
@@ -103,15 +103,15 @@ class Goal:
 
 
 def log_of_nothing(like: Tensor) -> float:
-    """The logarithm of a contribution of 0, in this dtype."""
+    """The finite stand-in for log 0, the logarithm of a contribution of 0, in the dtype of ``like``."""
     return math.log(torch.finfo(like.dtype).tiny)
 
 
 def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float) -> Tensor:
     """:func:`attnzoo.forgetting.rules.future_utility` of a panel, from the logarithms of its contributions.
 
-    With ``"softmax"`` and a discount below 1 the exponentials of one row are no multiples of those of the next:
-    each row then sums over all later ones, in time O(T) for every pair.
+    With ``"softmax"`` and a discount below 1 the exponentials of one row are no multiples of those of the next: the
+    cost is then O(T) per pair.
 
     Args:
         log_s: ``[B, G, R, n]``.
@@ -141,8 +141,8 @@ def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float
 def so_far(x: Tensor, fade: float, largest: bool = False) -> Tensor:
     """``log sum_{i <= t} exp(x_i + (t - i) fade)`` along the rows, or the largest of these; fade <= 0.
 
-    Within chunks of :data:`CHUNK` rows, and from chunk to chunk in float64, where the fading of many rows adds up. A
-    largest that stands in two chunks gives either half of its gradient.
+    The scan runs within chunks of :data:`CHUNK` rows, and across chunks in float64, as fades of many rows add up. A
+    maximum attained in two chunks passes half of its gradient to each.
 
     Args:
         x: ``[..., R, n]``.
@@ -159,7 +159,7 @@ def so_far(x: Tensor, fade: float, largest: bool = False) -> Tensor:
 
 
 def _scan(x: Tensor, fade: float, largest: bool) -> Tensor:
-    """:func:`so_far`, one row after the other."""
+    """:func:`so_far` by a loop over rows."""
     if not fade:
         return x.cummax(-2).values if largest else x.logcumsumexp(-2)
     late = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)[:, None] * fade
