@@ -1,4 +1,4 @@
-"""One attention layer for the whole zoo: projections, gate, core, norms, in parts that a variant chooses."""
+"""The attention layer of every variant: projections, gate, norms, core and output, by a configuration."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
 OWN_GATES = frozenset(GATES.values())
-WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # by what a memory offers
+WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # fused steps by memory
 
 
 class Attention(PreciseModule):
     """``attn(x) -> y``, both ``[B, T, D]``; :func:`~attnzoo.layer.build.build_attention` chooses the parts.
 
     Args:
-        variant: what its core is.
-        config: its parts.
-        gate_options: those of the gate projection, by name.
+        variant: the variant that its core computes.
+        config: sizes and parts of the layer.
+        gate_options: options of the gate projection, by name.
         prune, impl, forgetting, keep_carries: as ``acp``, ``impl``, ``forgetting`` and ``keep_carries`` there.
 
     Raises:
-        TypeError: no AttentionConfig.
+        TypeError: ``config`` is no AttentionConfig.
         ValueError: an unknown name, or parts that do not serve the variant.
     """
 
@@ -128,8 +128,8 @@ class Attention(PreciseModule):
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self.forget = None if forgetting is None else ForgetNetwork(forgetting, G, K, V, config.window)
-        self.picked: str | None = None  # the form that served the last call, and the device
-        # decided here, as no call changes it
+        self.picked: str | None = None  # form and device of the last call
+        # decided once: no call changes it
         self._heads = ((q_heads, K), (k_rows, K), (v_rows, V))
         self._maps = tuple(
             None if name == "identity" else FEATURE_MAPS[name]
@@ -141,7 +141,7 @@ class Attention(PreciseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Linear weights N(0, 0.02^2); gates, norms and convolutions as their papers say."""
+        """Initialise linear weights from N(0, 0.02^2), and gates, norms and convolutions as their papers do."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -160,7 +160,8 @@ class Attention(PreciseModule):
             self.forget.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
+        """Load the weights, and compute the angle, which no checkpoint holds, where the layer was made on the meta
+        device."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.angle is not None:
             loaded = state_dict.get(f"{prefix}q_proj.weight", self.q_proj.weight)
@@ -168,29 +169,29 @@ class Attention(PreciseModule):
             self.angle = self._angles().to(device, self.angle.dtype)
 
     def _angles(self) -> Tensor:
-        """Radians per token of the rotation beside the gate, ``[K/2]``."""
+        """The angles of the rotation beside the gate, ``[K/2]`` radians per token."""
         assert self.config.rotary is not None
         return rotary_angles(self.config.key_dim, self.config.rotary, self.config.rotary_angles == "retnet")
 
     @property
     def evicts(self) -> bool:
-        """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
+        """Whether a cache of this layer may evict keys: by forget gates, or behind a window."""
         return evicts(self.variant, self.config)
 
     def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation.
 
         Args:
-            evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
-                weights of QK-norm must bound later queries; ``"offload"`` asks for no bound, moves keys to the host's
-                memory and brings them back for a row that needs them. See :class:`attnzoo.Evict`.
-            budget: of a layer that forgets: how many tokens each of its key heads may hold, or, as a text such as
-                "96 KiB", the memory of the keys and values of all its heads for one sequence. Each call that ends above
-                it gives up what it values least. None: what it has not forgotten is held.
+            evict: evict keys whose total weight in any later row is at most this (None: evict none). The weights of
+                QK-norm must bound later queries; ``"offload"`` needs no bound, moves keys to the host's memory and
+                brings them back for a row that needs them. See :class:`attnzoo.Evict`.
+            budget: for a layer with One-Pass Forgetting: the number of keys that each key head may hold, or, as a text
+                such as "96 KiB", the memory of the keys and values of all its heads for one sequence. A call that ends
+                above the budget evicts the keys of least retention. None: no budget.
 
         Raises:
-            ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries; or a
-                ``budget`` for one that does not learn what to forget.
+            ValueError: ``evict`` for a layer that needs all its keys or whose later queries have no bound; ``budget``
+                for a layer without One-Pass Forgetting.
         """
         check_cache(self.variant, self.config, None if self.forget is None else self.forget.options, evict, budget)
         return LayerCache(owner=Owner(self), evict=None if evict is None else Evict.of(evict), budget=budget)
@@ -202,17 +203,17 @@ class Attention(PreciseModule):
         attention_mask: Tensor | None = None,
         cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
-        """Attend.
+        """The layer's output ``[B, T, D]``.
 
         Args:
             x: ``[B, T, D]``; ``[1, T, D]`` with ``cu_seqlens``.
-            cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, which know nothing of each other; the
-                rows stay packed. With a cache, its rows are these N sequences.
-            attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S
-                cached tokens is accepted too, of which none can be hidden (a CPU says so; the last T count). Outputs at
+            cu_seqlens: borders ``[N + 1]`` of sequences packed into one row; tokens see their own sequence alone, and
+                the output is packed too. The rows of a cache are these N sequences.
+            attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; With S cached tokens
+                ``[B, S + T]`` is accepted too, where only the last T may be zero (on a CPU others raise). Outputs at
                 padding are 0.
-            cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
-                another. A :class:`~attnzoo.layer.inplace.FixedCache` takes one token of each of its sequences.
+            cache: from :meth:`new_cache`; it is extended in place, so that each call continues the sequences of the
+                calls before. A :class:`~attnzoo.layer.inplace.FixedCache` takes one token of each of its sequences.
 
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
@@ -236,25 +237,25 @@ class Attention(PreciseModule):
         return y
 
     def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
-        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them; with borders ``[N + 1]``, of one row."""
+        """q, k, v and gate of the core for hidden states ``x [B, T, D]``; borders ``[N + 1]`` for packed sequences."""
         check_hidden(x, self.config.hidden_size, self.q_proj)
         check_borders(cu_seqlens, x)
         return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights.
+        """The bound of every ``|s_tj|`` by the weights of QK-norm, ``[H]`` float32.
 
-        None without it, and where a device map keeps the weights on the host or the disk.
+        None without QK-norm, and where a device map keeps the weights on the host or the disk.
 
         Args:
-            dtype: q and k have been rounded to it.
+            dtype: the dtype that q and k are rounded to.
         """
         return largest_score(self, dtype)
 
     def _stream(
         self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
     ) -> tuple[Stream, Packing | None]:
-        """The rows of a call, and how they are packed where a cache has them apart."""
+        """The stream of a call's rows, and their packing where packed rows meet a cache of separate rows."""
         shape = (x.shape[0], x.shape[1])
         if cu_seqlens is None and attention_mask is None and cache is None:
             return Stream(None, None, shape, x.device), None
@@ -278,7 +279,7 @@ class Attention(PreciseModule):
         return Stream(valid, cache, shape, x.device), None
 
     def _core(self, projected: Projected, stream: Stream) -> tuple[Tensor, Any]:
-        """What the variant gives of a call, ``[B, T, H, V]``, and the state after it."""
+        """The core's output ``[B, T, H, V]`` and the state after the call."""
         q, gate, cache = projected.q, projected.gate, stream.cache
         bound = None if self.prune is None else self._bound(cache, q.dtype)
         options = self._options(projected.write, stream.valid, stream.cu_seqlens, bound)
@@ -297,12 +298,12 @@ class Attention(PreciseModule):
             teacher = self.variant.forms["parallel" if form == REFERENCE else form]
             policy = None if cache is None else self._policy(cache, call)
             o, state = self.forget.run(self.variant.form_set, teacher, call, policy)
-        if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
+        if self.keys_per_token > 1 and state is not None:  # the state counts sub-tokens
             state = replace(state, tokens=len(state) - stream.shape[1] * (self.keys_per_token - 1))
         return o, state
 
     def _form(self, call: Call) -> str:
-        """The form that serves a call, which is noted and said where it is another than before."""
+        """The name of the form that serves a call, logged where it differs from the last call's."""
         if torch.compiler.is_compiling():
             return chosen(self.variant, self.impl, call)
         place = call.q.device.type
@@ -313,12 +314,12 @@ class Attention(PreciseModule):
         return form
 
     def _makes_all(self) -> bool:
-        """Whether all that the core gets is made by parts of this package, so that there is nothing to check."""
+        """Whether only this package's own parts make the core's inputs, so that they need no checks."""
         own = bool(self._own_gate) and self._own_gate[0] is self.gate and self.variant.own
         return own and os.environ.get("ATTNZOO_VALIDATE") != "1"
 
     def _bound(self, cache: LayerCache | None, dtype: torch.dtype) -> Tensor | None:
-        """What QK-norm promises of the logits; a cache keeps it, as the weights alone say it."""
+        """The :meth:`logit_bound` of a call; a cache stores it, as it depends on the weights alone."""
         if cache is None:
             return self.logit_bound(dtype)
         if cache.bound is None:
@@ -326,7 +327,7 @@ class Attention(PreciseModule):
         return cache.bound
 
     def _policy(self, cache: LayerCache, call: Call) -> Policy:
-        """By what the cache of a layer that forgets gives up keys."""
+        """The rules by which the cache of a layer with One-Pass Forgetting evicts keys."""
         assert self.forget is not None
         if cache.state is not None:
             policy: Policy = cache.state.policy
@@ -336,7 +337,7 @@ class Attention(PreciseModule):
         return Policy(self.forget.options, *room(cache.budget), log_eps, bounds, self.config.window)
 
     def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
-        """The tokens of a step, ``[B, T, D]``, without anything that a CUDA graph could not hold."""
+        """The output ``[B, T, D]`` of an in-place step, with operations that a CUDA graph can record."""
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
@@ -351,16 +352,17 @@ class Attention(PreciseModule):
         return self._output(x, projected.v, o)
 
     def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
-        """Whether kernels over ``memory`` do all of a step but the products with weights, for x in ``dtype``."""
+        """Whether fused kernels over ``memory`` compute a step but for the products with weights, for x in
+        ``dtype``."""
         whole = WHOLE_STEPS.get(memory.whole_steps)
         return whole is not None and whole.serves(self, memory, dtype)
 
     def step_options(self, bound: Tensor | None) -> Options:
-        """What such a step is asked for; ``bound`` is that of the logits."""
+        """The core's options in a fused step; ``bound`` is the logit bound."""
         return self._options(None, None, None, bound)
 
     def _options(self, write: Write, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None) -> Options:
-        """What the core is asked for."""
+        """The options of the core in a call."""
         if self.keys_per_token > 1:
             valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
             cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.keys_per_token
@@ -371,7 +373,7 @@ class Attention(PreciseModule):
         return LinearOptions(self.scale, valid, cu_seqlens, write)
 
     def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
-        """From what the core gives, ``[B, T, H, V]``, to that of the layer, ``[B, T, D]``."""
+        """The layer's output ``[B, T, D]`` from the core's, ``[B, T, H, V]``."""
         if self.keys_per_token > 1:
             o = outputs(o, self.keys_per_token)
         if self.skip is not None:
@@ -388,7 +390,7 @@ class Attention(PreciseModule):
         return y
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
-        """What QK-norm promises of the rows to come; None without it."""
+        """Bounds of later query rows by the weights of QK-norm; None without it."""
         return query_bounds(self, dtype)
 
     def rows(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,7 +423,7 @@ class Attention(PreciseModule):
         gate, write = self.gate(x, k, stream)
         if type(self.gate).keys is not GateProjection.keys:
             k = self.gate.keys(k, gate)
-        if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
+        if stream.valid is not None and gate.w is not None:  # w of padding is not a unit vector
             gate = gate.neutral_where(~stream.valid)
         if several:
             q, k, v, gate = sub_tokens(q, k, v, gate)

@@ -1,4 +1,4 @@
-"""What the weights of QK-norm promise of all queries and keys, however long a text is, and what is evicted by it."""
+"""Bounds of all queries and scores by the weights of QK-norm, and the eviction that rests on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnzoo.registry import Variant
 
 
 class Normed(Protocol):
-    """What is read of a layer."""
+    """The attributes of a layer that the bounds are computed from."""
 
     config: AttentionConfig
     variant: Variant
@@ -31,13 +31,13 @@ class Normed(Protocol):
 
 @torch.no_grad()
 def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """``[H]`` float32 that no ``|s_tj|`` exceeds; None without QK-norm, and where its weights are :func:`away`.
+    """A bound of every ``|s_tj|``, ``[H]`` float32; None without QK-norm, and where its weights are :func:`away`.
 
     ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
     weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
 
     Args:
-        dtype: q and k have been rounded to it.
+        dtype: the dtype that q and k are rounded to.
     """
     config, scale = layer.config, _scale(layer, dtype) * _longer(layer, dtype)
     if away(layer):
@@ -47,7 +47,7 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     if layer.q_norm is None or layer.k_norm is None:
         return None
     q, k = _weights(layer, layer.q_norm, config.query_heads), _weights(layer, layer.k_norm, config.key_heads)
-    if config.qk_norm == "rms_full":  # all of the length may lie in one head
+    if config.qk_norm == "rms_full":  # one head may have the whole length
         scale *= math.sqrt(config.query_heads * config.key_heads)
     mixed = layer.angle is not None or layer.variant.carries
     largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
@@ -56,10 +56,10 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 @torch.no_grad()
 def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None where :func:`largest_score` is.
+    """A bound of the length of a scaled query, ``[H]`` float32; None where :func:`largest_score` is None.
 
     Args:
-        dtype: q has been rounded to it.
+        dtype: the dtype that q is rounded to.
     """
     config, scale = layer.config, _scale(layer, dtype)
     if away(layer):
@@ -74,16 +74,16 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 
 def query_bounds(layer: Normed, dtype: torch.dtype) -> QueryBounds | None:
-    """Both for the rows to come, with q and k rounded to ``dtype``; None without QK-norm."""
+    """Bounds of all later query rows, with q and k rounded to ``dtype``; None without QK-norm."""
     query, score = longest_query(layer, dtype), largest_score(layer, dtype)
     return None if query is None or score is None else QueryBounds(query, own=score, score=score)
 
 
 def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
-    """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see ``Attention.new_cache``.
+    """The rule of eviction of a cache in ``pool``, with q and k rounded to ``dtype``; see ``Attention.new_cache``.
 
     Raises:
-        ValueError: keys are to be dropped, and a device map keeps the weights of QK-norm elsewhere.
+        ValueError: keys are to be evicted, and a device map keeps the weights of QK-norm elsewhere.
     """
     config = layer.config
     if evict.offload:
@@ -99,23 +99,23 @@ def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> 
 
 
 def away(layer: Normed) -> bool:
-    """Whether a device map of accelerate keeps the weights elsewhere, and brings each for its module's call alone."""
+    """Whether a device map of accelerate keeps the layer's weights elsewhere and loads them only while a module
+    runs."""
     return layer.q_proj.weight.is_meta and hasattr(layer.q_proj, "_hf_hook")
 
 
 def _scale(layer: Normed, dtype: torch.dtype) -> float:
-    """That of the scores, with room for a vector that is rounded to ``dtype`` and for a bound that is to float32."""
+    """The scale of the scores, enlarged for vectors rounded to ``dtype`` and bounds rounded to float32."""
     scale: float = layer.config.key_dim**-0.5 if layer.scale is None else layer.scale
     return abs(scale) * max(_longer(layer, x) for x in (dtype, torch.float32))
 
 
 def _longer(layer: Normed, dtype: torch.dtype) -> float:
-    """How many times as long as its norm says a vector may be that has been rounded to ``dtype``; where it was turned,
-    sines and cosines were, too, and their products and sums."""
+    """The factor by which rounding to ``dtype`` may lengthen a normed vector, with its rotation's rounded products."""
     return float((1 + torch.finfo(dtype).eps) ** (1 if layer.angle is None else 3))
 
 
 def _weights(layer: Normed, norm: HeadNorm, heads: int) -> Tensor:
-    """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
+    """Absolute values of a norm's weights, ``[H, K]`` or ``[K]``."""
     weight = norm.weight.float().abs()
     return weight if layer.config.qk_norm_shared else weight.repeat_interleave(layer.config.num_heads // heads, 0)

@@ -1,4 +1,4 @@
-"""How a layer is put together: the defaults of a variant's paper, a block, and options."""
+"""``build_attention``: a layer from the defaults of a variant's paper, a block preset, and options."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ def build_attention(
         name: any of ``list_variants()``.
         hidden_size: D.
         num_heads: H.
-        block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
-            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
+        block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's Pro
+            block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
             recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
-            (``gla`` and its dual alone). Keys that must have unit length (where the delta rule erases along them) keep
-            their L2 norm in all.
+            (``gla`` and its dual alone). Keys of the delta rule must have unit length and keep their L2 norm in every
+            block.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
-        forgetting: learn which keys can be forgotten (One-Pass Forgetting), by an :class:`~attnzoo.Forgetting`; for
-            the softmax side. None: no key is.
-        keep_carries: PaTH's kernels keep what the forward makes of the transitions for the backward, which makes it
-            again otherwise: faster, for about 33 K bytes a token and key head in 16 bits, K being the head dim. Outputs
-            and gradients are the same, and so are the reference forms, which keep everything. For ``path``,
-            ``path_fox`` and these with a rotation.
+        forgetting: options of One-Pass Forgetting, an :class:`~attnzoo.Forgetting`; for the softmax side. None: without
+            it.
+        keep_carries: PaTH's kernels keep their carried queries and keys for the backward pass, which otherwise computes
+            them again. Faster, for about 33 K bytes per token and key head in 16 bits, K being the head dim. Outputs
+            and gradients do not change. For ``path``, ``path_fox`` and both with a rotation.
         options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
 
     Raises:
@@ -73,7 +72,7 @@ def build_attention(
     for given, default in INSTEAD.items():
         if options.get(given) is not None and default not in options:
             settings.pop(default, None)
-    for option, parts in NEEDS.items():  # what was taken away takes its own details along
+    for option, parts in NEEDS.items():  # a part that was switched off takes its details with it
         if option not in options and any(settings.get(part) in OFF for part in parts):
             settings.pop(option, None)
     gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}

@@ -1,4 +1,4 @@
-"""What an attention layer and its cache are made of and given, checked."""
+"""Checks of an attention layer's configuration, cache and inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from attnzoo.registry import Variant, get, list_variants
 def check_layer(
     variant: Variant, config: AttentionConfig, classes: Sequence[type[GateProjection]], prune: Prune | None
 ) -> None:
-    """A variant can have such a layer, whose gate has these ``classes``.
+    """Raise where a variant cannot have a layer with this ``config`` and gate projections of these ``classes``.
 
     Raises:
-        ValueError: parts of the gate that are missing or too many, options of the other side, or of keys that the gate
-            does not take but make.
+        ValueError: missing or surplus gate parts, options of the other side, or options of keys where the gate makes
+            the keys.
     """
     if prune is not None and not variant.prunable:
         able = _able(lambda other: other.prunable)
@@ -63,11 +63,11 @@ def check_layer(
 
 
 def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
-    """Whether a layer can forget.
+    """Raise where a layer of the variant cannot have One-Pass Forgetting.
 
     Raises:
         TypeError: not a :class:`~attnzoo.forgetting.rules.Forgetting`.
-        ValueError: the linear side, another library's forms, or an option that the student has no form of.
+        ValueError: a linear variant, another library's forms, or an option that the student does not support.
     """
     if not isinstance(forgetting, Forgetting):
         raise TypeError(f"forgetting: expected attnzoo.Forgetting(...) or None, got {forgetting!r}")
@@ -83,11 +83,11 @@ def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned
 
 
 def check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:
-    """If carries are to be kept, there are some that the kernels of a variant can keep for the backward pass.
+    """Raise where ``keep_carries`` is asked for and the variant's kernels have no carries to keep.
 
     Raises:
         TypeError: not True or False.
-        ValueError: there are none, or the layer learns what to forget, which no kernel serves.
+        ValueError: no such kernels, or a layer with One-Pass Forgetting, which no kernel computes.
     """
     check_flag("keep_carries", keep_carries)
     if not keep_carries:
@@ -105,13 +105,13 @@ def _keeps(variant: Variant) -> bool:
 
 
 def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
-    """How many keys, and values, each head gets of a token: as many as its transition has factors.
+    """The number n of keys and values per token and head: as many as its transition has factors.
 
     Raises:
-        ValueError: several where a token must have one value.
+        ValueError: n > 1 where a token must have one value.
     """
     number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
-    if not KINDS["int"][1](number):  # the gate says so
+    if not KINDS["int"][1](number):  # the gate projection raises
         return 1
     if number > 1 and (config.skip or sum(cls.writes for cls in classes) > 1):
         what = "skip" if config.skip else f"a second write strength in gate={config.gate!r}"
@@ -126,7 +126,7 @@ def check_cache(
     evict: float | str | Evict | None,
     budget: int | str | None,
 ) -> None:
-    """A layer can have such a cache; see :meth:`attnzoo.layer.attention.Attention.new_cache`.
+    """Raise where a layer cannot have such a cache; see :meth:`attnzoo.layer.attention.Attention.new_cache`.
 
     Raises:
         ValueError: see there.
@@ -154,12 +154,12 @@ def check_cache(
 
 
 def evicts(variant: Variant, config: AttentionConfig) -> bool:
-    """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
+    """Whether keys may be evicted: by forget gates, or behind a window."""
     return (variant.prunable or config.window is not None) and _has_pages(variant)
 
 
 def _able(serves: Callable[[Variant], bool]) -> str:
-    """Names of the softmax side's variants that something ``serves``, but for plugins that cannot be imported."""
+    """The names of the softmax variants for which ``serves`` is true; plugins that cannot be imported are left out."""
     found = []
     for name in list_variants("softmax"):
         with suppress(UnavailableError, TypeError):
@@ -173,7 +173,7 @@ def _has_pages(variant: Variant) -> bool:
 
 
 def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
-    """``x`` is ``[B, T, D]`` with a token, as the layer's ``projection`` can take it.
+    """Raise where ``x`` is not ``[B, T, D]`` with T >= 1 in the dtype and on the device of the layer's ``projection``.
 
     Raises:
         TypeError, ValueError: another shape, dtype or device.
@@ -186,10 +186,10 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
     if x.layout != torch.strided:
         raise ValueError(f"x: expected a dense tensor, got {x.layout}")
     if type(projection) is not nn.Linear:
-        return  # quantised or sharded: its own weight says nothing
+        return  # a quantised or sharded weight has another dtype or place
     weight = projection.weight
     if (x.dtype == weight.dtype and x.device == weight.device) or hasattr(projection, "_hf_hook"):
-        return  # with accelerate's hook, weights are brought here when they are used
+        return  # accelerate's hook moves the weights when they are used
     if x.device != weight.device:
         raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
     if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
@@ -199,12 +199,13 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
 def valid_tokens(
     mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None, places: Tensor | None = None
 ) -> Tensor | None:
-    """Which of the rows ``x [B, T, D]`` are tokens, ``[B, T]`` bool; None where all are.
+    """The mask of tokens among the rows ``x [B, T, D]``, ``[B, T]`` bool; None where none is padding.
 
     Args:
         mask: ``[B, T]``, or ``[B, S + T]`` with the S = ``cached`` tokens before; None for no padding.
-        seen: how many of those were tokens, ``[B]``; None without any.
-        places: which of them were, ``[B, S]`` bool; None where all were, or where a state does not hold it.
+        seen: how many of the cached rows were tokens, ``[B]``; None without a cache.
+        places: mask of tokens among the cached rows, ``[B, S]`` bool; None where all were, or where a state has no
+            mask.
 
     Raises:
         TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
@@ -215,7 +216,7 @@ def valid_tokens(
     B, T = x.shape[:2]
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-    # not as tuples: a graph takes one with a symbol in it for another than any with a number there
+    # sizes one by one: a compiled graph compares a tuple with a symbolic size as unequal to any other
     if mask.ndim != 2 or mask.shape[0] != B or (mask.shape[1] != T and mask.shape[1] != cached + T):
         also = f" or [B, S + T] = {(B, cached + T)}" if cached else ""
         raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")

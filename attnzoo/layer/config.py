@@ -1,4 +1,4 @@
-"""What a layer is made of, and the block presets."""
+"""The configuration of a layer, and the block presets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SIZES = (
 )  # fmt: skip
 POSITIVE = ("scale", "qk_norm_eps", "output_norm_eps", "expand")
 
-INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
-NEEDS = {  # a detail -> the parts of the layer that it is one of
+INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # a given key replaces the value's option
+NEEDS = {  # an option -> the options one of which must be on for it to have an effect
     "qk_norm_shared": ("qk_norm",), "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
     "rotary_angles": ("rotary",), "output_norm_groups": ("output_norm",), "output_norm_shared": ("output_norm",),
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
@@ -41,7 +41,7 @@ class AttentionConfig:
         value_dim: V; default K.
         expand: V as a multiple of D / H, where ``value_dim`` is not given.
         feature_map: on q and k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
-        key_feature_map: on k alone, where it is another one; None for the same.
+        key_feature_map: on k alone; None for ``feature_map``.
         qk_norm: on q and k: ``none``, ``rms`` per head (learned scale), ``rms_full`` over all heads together (OLMo 2),
             ``l2`` per head, to length 1.
         qk_norm_shared: one learned scale for all heads of q, and one for those of k.
@@ -51,7 +51,7 @@ class AttentionConfig:
         conv_activation: after it: ``silu`` or ``identity`` (none).
         kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
         qkv_bias: learned biases of the projections to q, k and v.
-        output_bias: that of the projection from the heads to the output.
+        output_bias: a learned bias of the output projection.
         rotary: rotate q and k with this base beside the gate (RetNet); None for none.
         rotary_angles: ``rope``, ``base^(-2i/K)``, or ``retnet``, ``base^(-i/(K/2-1))``, which ends in 1/base.
         scale: of the scores; None for ``K^(-1/2)``.
@@ -61,7 +61,7 @@ class AttentionConfig:
         output_norm_shared: one learned scale for all heads.
         output_norm_eps: added to the mean squares of the output.
         output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
-        output_gate_low_rank: that projection has rank V, and a bias (Kimi Delta Attention).
+        output_gate_low_rank: the output gate's projection has rank V, and a bias (Kimi Delta Attention).
         gate_before_norm: the output gate comes before the output norm (Mamba-2), not after it.
         gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
         window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.

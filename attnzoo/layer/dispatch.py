@@ -1,4 +1,4 @@
-"""Which form runs: by device for ``impl="auto"``, as told otherwise."""
+"""The choice of the form that runs: by device for ``impl="auto"``, else by name; and the call of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnzoo.registry import BUILT_IN, Variant, get
 
 logger = logging.getLogger(__name__)
 
-KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # in torch 2.11 compiling is exporting, too
+KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # before, torch.compile looks like an export
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
 KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
@@ -36,7 +36,7 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     """
     plain = impl == REFERENCE or (impl == "auto" and not on_gpu(call.q))
     if plain and type(variant) is Variant and variant.own:
-        return REFERENCE  # it takes all options that a layer has
+        return REFERENCE  # the reference takes every option
     if impl == "auto":
         if on_gpu(call.q):
             for form in KERNELS:
@@ -53,17 +53,17 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
 
 
 def expected(variant: Variant, call: Call) -> list[str]:
-    """The kernels of a variant that are made for calls of this kind, the fastest first."""
+    """The names of a variant's kernels that are made for calls of this kind, the fastest first."""
     return _made(variant.form_set, brief=call.q.shape[1] == 1)
 
 
 def _made(forms: FormSet, brief: bool) -> list[str]:
-    """Its kernels; those for a few tokens at a time, too, where ``brief``."""
+    """The names of the kernels among ``forms``; with ``brief`` those for a few tokens at a time, too."""
     return [form for form in KERNELS if form in forms.forms and (brief or not is_brief(forms, form))]
 
 
 def missed(variant: Variant, call: Call) -> str:
-    """Why ``auto`` runs no kernel on a GPU, with the remedies; or ""."""
+    """The reasons why ``auto`` runs no kernel on a GPU, with remedies; "" where it runs one."""
     if not on_gpu(call.q):
         return ""
     forms = expected(variant, call)
@@ -74,7 +74,7 @@ def missed(variant: Variant, call: Call) -> str:
 
 @constant_in_traces
 def _nearest(name: str) -> str:
-    """Which variants of its side have a kernel and as many of its parts as any that has, in words."""
+    """The variants of the same side that have a kernel and share the most gate parts with this one, in words."""
     able: dict[int, list[str]] = {}
     for near in map(get, (getattr(pair, get(name).side) for pair in BUILT_IN)):
         if set(near.requires) <= set(get(name).requires) and _made(near.form_set, brief=False):
@@ -83,10 +83,10 @@ def _nearest(name: str) -> str:
 
 
 def chosen(variant: Variant, impl: str, call: Call, last: str = "") -> str:
-    """What ``choose`` gives, said once per process, and what kept ``auto`` from anything faster.
+    """The form that :func:`choose` gives; it and the reasons against faster ones are logged once per process.
 
     Args:
-        last: what it gave and has said before, on a CPU.
+        last: the form of the layer's last call on a CPU, which has been logged.
     """
     form = choose(variant, impl, call)
     if form == last:
@@ -102,16 +102,16 @@ def chosen(variant: Variant, impl: str, call: Call, last: str = "") -> str:
 _said: set[str] = set()
 
 
-@constant_in_traces  # a compiled layer says it while it is compiled
+@constant_in_traces  # a compiled layer logs while it is compiled
 def _say(picked: str, level: int = logging.INFO) -> None:
-    """Log what runs, once per process."""
+    """Log the form that runs, once per process."""
     if picked not in _said:
         _said.add(picked)
         logger.log(level, "%s", picked)
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether ``auto`` looks for a kernel at all."""
+    """Whether ``auto`` looks for a kernel: ``x`` is on a GPU."""
     return x.is_cuda
 
 
@@ -119,7 +119,7 @@ def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[
     """Output ``[B, T, H, V]`` and the new state (None where none is kept).
 
     Args:
-        checked: False where the layer has made q, k, v and gate by its own parts, and the forms are this package's.
+        checked: whether the inputs need checks: not where this package's own layer parts have made them.
     """
     inputs, options = (call.q, call.k, call.v, call.gate), call.options
     if call.keeps_state:
@@ -145,11 +145,11 @@ def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[
             return cast(Forms, variant.form_set).whole(form, *inputs, options), None
     if form == REFERENCE:
         form = _fastest(variant)
-        if form == REFERENCE:  # a third party's forms may have other names
+        if form == REFERENCE:  # third-party forms may have other names
             return variant.extend(*inputs, **options)[0], None
     return variant.forms[form](*inputs, **options), None
 
 
 def _fastest(variant: Variant) -> str:
-    """The reference form of whole sequences that a layer runs."""
+    """The name of the fastest reference form of whole sequences that a variant has."""
     return next((name for name in REFERENCES if name in variant.forms), REFERENCE)

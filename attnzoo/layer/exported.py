@@ -1,7 +1,8 @@
 """The reference forms as one operator of an exported program.
 
-They work in blocks, as many as the tokens need; traced, their number would be fixed. ``torch.export`` keeps this one
-whole, and T may vary. Where a program is loaded, ``import attnzoo.layer.exported`` brings it. It has no gradient.
+A traced reference form would fix the number of its blocks and so T. As a custom operator it stays whole in
+``torch.export``, and T may vary. A process that loads an exported program must ``import attnzoo.layer.exported``. The
+operator has no gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def attend(
     valid: Some, cu_seqlens: Some, write: Some, delta_rule: bool, window: int | None, sink: Some, eps: float | None,
     bound: str, logit_bound: Some,
 ) -> Tensor:  # fmt: skip
-    """The output of ``form`` of ``variant``, ``[B, T, H, V]``; ``parts`` names those of the gate, spaces between."""
+    """The output of ``form`` of ``variant``, ``[B, T, H, V]``; ``parts`` are the names of the gate's parts, separated
+    by spaces."""
     options = {
         "scale": scale, "valid": valid, "cu_seqlens": cu_seqlens, "write": write, "delta_rule": delta_rule or None,
         "window": window, "sink": sink, "prune": None if eps is None else Prune(eps, cast(Bound, bound)),
@@ -45,7 +47,7 @@ def _(variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tens
 def exported(
     variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
 ) -> Tensor:
-    """``forms[form](q, k, v, gate, **options)`` as the operator."""
+    """The output of ``forms[form](q, k, v, gate, **options)``, computed by the operator :func:`attend`."""
     prune: Prune | None = options.get("prune")
     pruning = (None, "") if prune is None else (prune.eps, prune.bound)
     names = ("scale", "valid", "cu_seqlens", "write")

@@ -1,4 +1,4 @@
-"""A layer's step over pages as few operations: products with weights, and between them what kernels do in one go."""
+"""A layer's step over pages in few operations: products with weights, and fused kernels between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ONE_TOKEN = False
 
 
 def serves(layer: Any, memory: Memory, dtype: torch.dtype) -> bool:
-    """Whether :func:`step` does all that the layer does; ``memory`` is that of its cache."""
+    """Whether :func:`step` can replace the layer's parts in a step over ``memory``, the in-place memory of its
+    cache."""
     config = layer.config
     return (
         type(layer.gate) in OF_X
@@ -38,7 +39,7 @@ def serves(layer: Any, memory: Memory, dtype: torch.dtype) -> bool:
 
 
 def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
-    """The tokens of a step, ``[B, T, D]``: as the layer's parts would do it one by one, to rounding."""
+    """The output ``[B, T, D]`` of a step; equal to that of the layer's parts up to rounding."""
     config, stream = layer.config, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache)
     q, k, v = layer.rows(x, stream)
     k_mix, v_mix = (None if shift is None else shift.proj(x) for shift in (layer.k_shift, layer.v_shift))
@@ -46,7 +47,7 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
     gate = _gate(layer, x, *heads, stream)
     out = None if layer.output_gate is None else layer.output_gate(x).unflatten(-1, (-1, config.v_dim))
     if k_mix is not None and x.shape[1] > 1:
-        stream.before("k_shift", k)  # noted until it is known how many tokens stay
+        stream.before("k_shift", k)  # stored until the number of tokens that stay is known
         stream.before("v_shift", v)
     o = _attend(layer, cache, (*heads, v.unflatten(-1, (-1, config.v_dim))), gate, (k_mix, v_mix), out)
     y: Tensor = layer.o_proj(o.flatten(2))
@@ -54,7 +55,7 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
 
 
 def _gate(layer: Any, x: Tensor, q: Tensor, k: Tensor, stream: FixedStream) -> Tensor | Forget | None:
-    """Log decays ``[B, T, H]``, or the products they are made of."""
+    """The log decays ``[B, T, H]``, or the logits from which the kernel computes them; None without a gate."""
     unbiased = getattr(layer.gate.forget_proj, "unbiased", None) if type(layer.gate) is ForgetGate else None
     if unbiased is not None:
         return Forget(unbiased(x), layer.gate.forget_proj.bias, layer.gate.factor)
@@ -62,7 +63,7 @@ def _gate(layer: Any, x: Tensor, q: Tensor, k: Tensor, stream: FixedStream) -> T
     return gate.per_token(q).log_decay
 
 
-@untraced  # its kernels write to the pool where it stands
+@untraced  # the kernels write to the pool in place
 def _attend(
     layer: Any, cache: FixedCache, rows: tuple[Tensor, Tensor, Tensor], gate: Tensor | Forget | None,
     mix: tuple[Tensor | None, Tensor | None], out: Tensor | None,

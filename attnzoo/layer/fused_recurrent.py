@@ -1,4 +1,4 @@
-"""A layer's step of the linear side as few operations: products with weights, and between them one or two kernels."""
+"""A linear layer's step in few operations: products with weights, and one or two fused kernels between them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SERVED = tuple(
 )  # fmt: skip
 
 
-ONE_TOKEN = True  # of each sequence in a step
+ONE_TOKEN = True  # a step takes one token of each sequence
 
 
 def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
-    """Whether :func:`step` does all that the layer does in a step of one token, where a kernel would run its core.
+    """Whether :func:`step` can replace the layer's parts in a step of one token.
 
     Args:
-        dtype: of the hidden states; that of a weight says nothing where it is packed.
+        dtype: the dtype of the hidden states; a packed (quantised) weight has another.
     """
     config, members, matrix = layer.config, _members(layer.gate), memory.matrix
     plain = config.feature_map == "identity" and config.key_feature_map in ("identity", None)
@@ -56,7 +56,7 @@ def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
 
 
 def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
-    """The token of each sequence, ``[B, 1, D]``: as the layer's parts would do it one by one, to rounding."""
+    """The output ``[B, 1, D]`` of one token of each sequence; equal to that of the layer's parts up to rounding."""
     config = layer.config
     rows = [layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]
     q, k, v = (
@@ -71,7 +71,7 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
     return y
 
 
-@untraced  # its kernels write to the state where it stands
+@untraced  # the kernels write to the state in place
 def _attend(
     layer: Any, cache: FixedCache, rows: tuple[Tensor, Tensor, Tensor], gates: dict[str, Any], out: Tensor | None
 ) -> Tensor:
@@ -105,7 +105,7 @@ def _members(gate: nn.Module) -> Sequence[Any]:
 
 
 def _gates(layer: Any, x: Tensor) -> dict[str, Any]:
-    """The gates' products with weights, as :func:`~attnzoo.kernels.linear.linear_step` takes them."""
+    """The gate arguments of :func:`~attnzoo.kernels.linear.linear_step`: products of x with the gates' weights."""
     found: dict[str, Any] = {}
     for gate in _members(layer.gate):
         if isinstance(gate, ForgetGate):
@@ -123,12 +123,12 @@ def _gates(layer: Any, x: Tensor) -> dict[str, Any]:
             found["diag"] = DecayLogits(logits, gate.channel_bias, gate.log_a, opposite=True)
         elif isinstance(gate, DeltaRule):
             found |= {"beta": gate.beta_proj(x), "beta_factor": 2.0 if gate.allow_neg_eigval else 1.0}
-        elif type(gate) is not GateProjection:  # of no token
+        elif type(gate) is not GateProjection:  # a gate without inputs
             found["decay"] = gate(x, None, None)[0].log_decay
     return found
 
 
 def _unbiased(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The product and what is to be added to it; of maps that a user has put there, their sum."""
+    """The product of x with the weight, and the bias; for a user's own module its output and None."""
     unbiased = getattr(linear, "unbiased", None)
     return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)

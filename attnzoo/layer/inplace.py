@@ -1,4 +1,4 @@
-"""A layer's cache of fixed size: steps of one token of several sequences change it in place."""
+"""A layer's cache of fixed size, changed in place by steps of several sequences."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from attnzoo.layer.stream import LayerCache, Stream
 
 @dataclass(eq=False)
 class FixedCache:
-    """What one attention layer remembers of B sequences; see :meth:`of`.
+    """The in-place cache of one attention layer for B sequences; see :meth:`of`.
 
     Args:
-        memory: of the core.
+        memory: the in-place memory of the core.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
-        rows: of the batch; all layers have the same.
+        rows: the rows of the batch, shared by all layers.
         heads: query heads of the layer.
-        bounded: what ``bound`` is by the weights as they are now, where something asks for it.
-        promised: what the weights of QK-norm promise now of the rows to come, where keys are given up by that.
-        ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
-        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
-            they were when the last sequence joined.
+        bounded: a function that computes ``bound`` from the present weights, or None where it is not needed.
+        promised: a function that computes the bounds of later query rows from the present weights, or None where no
+            eviction needs them.
+        ends: by name, the windows and the new tokens of a step of several tokens, until :meth:`keep`.
+        bound: the logit bound ``[H]`` by the weights of QK-norm when the last sequence joined, or None.
         whole: see :meth:`~attnzoo.layer.attention.Attention.whole_steps`.
     """
 
@@ -48,18 +48,18 @@ class FixedCache:
         layer: Any, like: LayerCache, rows: BatchRows, tokens: int, device: torch.device | str | None = None,
         paged: bool | None = None,
     ) -> FixedCache:  # fmt: skip
-        """An empty cache for steps of one token of several sequences.
+        """An empty in-place cache for steps of several sequences.
 
         Args:
             layer: an :class:`~attnzoo.layer.attention.Attention`.
-            like: its cache of one sequence that has seen a token, for shapes and dtypes.
+            like: a cache of the layer with one sequence that has seen a token, for shapes and dtypes.
             rows: of the batch; every layer reads them.
-            tokens: of the longest sequence that there will be.
-            device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            paged: whether keys lie in pages; None for wherever that can be.
+            tokens: tokens of the longest sequence.
+            device: None for the device of ``rows``; ``"meta"`` to measure the memory it needs.
+            paged: whether keys lie in pages; None: where they can.
 
         Raises:
-            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
+            ValueError: a third-party variant without in-place steps, or ``paged`` is against what the keys allow.
             UnavailableError: ``impl="triton"`` where no kernel serves such steps.
         """
         device, name = device or rows.length.device, layer.variant.name
@@ -67,7 +67,7 @@ class FixedCache:
         if in_place is None:
             raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
         if layer.impl == "reference" and rows.length.is_cuda:
-            paged = False  # plain operations read no pages without waiting for the GPU
+            paged = False  # without kernels, reading pages would wait for the GPU
         if layer.forget is None:
             memory = in_place(like.state, rows, tokens, device, paged)
         else:
@@ -85,12 +85,12 @@ class FixedCache:
         return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)
 
     def workspace(self, tokens: int = 1) -> int:
-        """Bytes that a step of so many tokens of each sequence takes besides, where they are many."""
+        """The temporary bytes of a step of ``tokens`` tokens per sequence, where they are many."""
         return self.memory.workspace(self.heads, tokens)
 
     @torch.no_grad()
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:
-        """The idle row ``row`` goes on from the only one of ``cache``, to ``tokens`` tokens at most."""
+        """Let the idle row ``row`` continue the only sequence of ``cache``, up to ``tokens`` tokens."""
         bounds = None if self.promised is None else self.promised()
         if bounds is not None:
             self.memory.renew(bounds)
@@ -102,11 +102,11 @@ class FixedCache:
             window[row] = cache.windows[name][0]
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Whether tensors may have changed their places, so that the tokens of a step of ``rows`` fit."""
+        """Make room for the tokens of a step of ``rows``; return whether tensors may have moved."""
         return self.memory.ready(rows)
 
     def keep(self, kept: Tensor) -> None:
-        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
+        """Keep the first ``kept[b]`` tokens of the last step for sequence b, and discard the others; ``[B]`` int64."""
         if not self.memory.on_host:
             self.memory.keep(kept)
         for name, full in self.ends.items():
@@ -116,24 +116,24 @@ class FixedCache:
         self.ends = {}
 
     def keep_on_host(self, kept: Tensor) -> None:
-        """What :meth:`keep` cannot do without waiting for the device."""
+        """The part of :meth:`keep` that waits for the device."""
         if self.memory.on_host:
             self.memory.keep(kept)
 
     def clear(self, row: int) -> None:
-        """Sequence ``row`` has ended."""
+        """Free the row ``row``, whose sequence has ended."""
         self.memory.clear(row)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds on the device."""
+        """The tensors of the cache on the device."""
         yield from self.memory.tensors()
         yield from self.windows.values()
 
     def check(self, x: Tensor) -> None:
-        """``x`` holds the tokens of a step of each sequence, one if nothing else was said.
+        """Raise where ``x`` does not hold as many tokens of each sequence as a step of ``rows`` takes.
 
         Raises:
-            ValueError: it does not.
+            ValueError: another number of tokens or sequences.
         """
         T = self.rows.tokens
         if x.shape[:2] != (len(self.rows.length), T):
@@ -143,7 +143,7 @@ class FixedCache:
 
 @dataclass(frozen=True, eq=False)
 class FixedStream(Stream):
-    """One step's view of a :class:`FixedCache`, whose windows move on as they are read."""
+    """One step's view of a :class:`FixedCache`; its windows advance as they are read."""
 
     fixed: FixedCache = field(kw_only=True)
 
@@ -158,7 +158,7 @@ class FixedStream(Stream):
         return fn(full)
 
     def _moved(self, name: str, full: Tensor) -> None:
-        """The window goes to the end of ``full``, or waits there until it is known how many tokens stay."""
+        """Advance a window to the end of ``full``, or store ``full`` until :meth:`FixedCache.keep`."""
         if self.shape[1] > 1:
             self.fixed.ends[name] = full
         else:

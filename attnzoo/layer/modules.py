@@ -14,17 +14,18 @@ from attnzoo.algebra.values import as_given
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import wide
 
-UNIT_EPS = 1e-6  # written out where it is used: torch.compile(dynamic=True) makes symbols of global floats
+UNIT_EPS = 1e-6  # repeated as a literal below: torch.compile(dynamic=True) makes symbols of global floats
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
+    short."""
     x32 = wide(x)
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """``log(1 + exp(x))``; for the derivative of torch's own, its compiler assumes strides that it does not have."""
+    """``log(1 + exp(x))``; in compiled code the derivative of torch's own assumes wrong strides."""
     return -F.logsigmoid(-x)
 
 
@@ -33,7 +34,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:  # Katharopoulos et al., 2020
-    return F.relu(x) + x.clamp(max=0).exp()  # F.elu(x) + 1, whose derivative has the fault of softplus's
+    return F.relu(x) + x.clamp(max=0).exp()  # F.elu(x) + 1; see softplus for why not by F.elu
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, 
 
 
 class HeadNorm(nn.Module):
-    """Normalise each head's channels, or those of several heads together, and scale every channel.
+    """A norm over each head's channels, or over several heads together, with a learned scale per channel.
 
     Args:
         heads: number of heads.
@@ -78,7 +79,7 @@ class HeadNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, heads, dim]``, same shape and dtype out; computed in at least float32."""
+        """The normed ``x [B, T, heads, dim]`` in its dtype; computed in at least float32."""
         dtype, shape = x.dtype, x.shape
         x = wide(x)
         if self.groups is not None:
@@ -96,8 +97,7 @@ class ShortConvolution(nn.Module):
     """A causal convolution over the last ``size`` tokens of each channel, then an activation (Fu et al., 2023; Mamba).
 
     Args:
-        channels: each is convolved by itself.
-        size: tokens.
+        channels: number of channels, each convolved by itself. size: width in tokens.
         bias: a learned bias per channel.
         activation: ``"silu"`` or ``"identity"``.
 
@@ -119,13 +119,14 @@ class ShortConvolution(nn.Module):
             nn.init.uniform_(parameter, -(self.size**-0.5), self.size**-0.5)
 
     def forward(self, x: Tensor, stream: Stream, name: str, up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """``[B, T, channels]``, same shape out.
+        """The convolved ``[B, T, channels]``.
 
         Args:
-            x: ``[B, T, channels]``, or with ``up`` what it takes, of low rank.
-            stream: the call.
+            x: ``[B, T, channels]``, or with ``up`` its low-rank input ``[B, T, rank]``.
+            stream: the rows of the call.
             name: the key in the cache, which holds x.
-            up: a linear map to the channels that comes first; no module, which accelerate's hooks would move.
+            up: a linear map from rank to channels, applied first; a plain function, as accelerate's hooks would move a
+                module.
         """
         fn = self._convolve if up is None else partial(self._convolve_map, up)
         return stream.windowed(name, x, self.size, fn)
@@ -133,7 +134,7 @@ class ShortConvolution(nn.Module):
     def _convolve_map(self, up: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
         """The convolution of ``up`` times ``low [B, size - 1 + T, rank]``, ``[B, T, channels]``.
 
-        Of several tokens it is one product with their windows, in at least float32: sums of angles see its rounding.
+        Several tokens are one matrix product in at least float32, since phases sum its rounding errors.
         """
         T = low.shape[1] - self.size + 1
         if T == 1:
@@ -145,10 +146,10 @@ class ShortConvolution(nn.Module):
             return self._finish(wide(windows) @ weight.flatten(0, 1))
 
     def _convolve(self, full: Tensor) -> Tensor:
-        """``[B, size - 1 + T, channels]``, the tokens before the first one included, to ``[B, T, channels]``."""
+        """The convolution of ``[B, size - 1 + T, channels]``, earlier tokens included, ``[B, T, channels]``."""
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
-        if T == 1:  # a step: two operations in place of two per token of the window
+        if T == 1:  # a step: two operations instead of two per token of the window
             out = (full * weight.mT).sum(1, keepdim=True)
         else:
             first, *later = weight.unbind(1)
@@ -179,7 +180,7 @@ class TokenShift(nn.Module):
         nn.init.normal_(self.proj.weight, std=0.02)
 
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
-        """x ``[B, T, heads * dim]``, hidden ``[B, T, D]``; same shape as x out."""
+        """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""
         a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
         before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
         shifted: Tensor = now.lerp(before, a).flatten(-2)
@@ -187,7 +188,7 @@ class TokenShift(nn.Module):
 
 
 def as_built(layer: Any) -> bool:
-    """Whether kernels may stand for the parts of an attention layer: none was exchanged for another, or has hooks."""
+    """Whether fused kernels may replace a layer's modules: none was replaced by the user or has hooks."""
     kinds = {
         "q_norm": HeadNorm, "k_norm": HeadNorm, "output_norm": HeadNorm, "k_shift": TokenShift, "v_shift": TokenShift,
         "q_conv": ShortConvolution, "k_conv": ShortConvolution, "v_conv": ShortConvolution,

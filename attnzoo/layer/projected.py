@@ -1,4 +1,4 @@
-"""What the core of a layer is given."""
+"""The q, k, v and gate of one call, after projections and norms."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from attnzoo.layer.gates.base import Write
 
 @dataclass(frozen=True)
 class Projected:
-    """Queries, keys, values and gate of the rows of one call, with T n sub-tokens where tokens write n times each.
+    """Queries, keys, values and gate of one call; T counts n sub-tokens per token where each token writes n times.
 
     Args:
         q: ``[B, T, H, K]``.
         k: ``[B, T, G, K]``.
         v: ``[B, T, G, V]``.
         gate: the parts that the variant requires.
-        write: how strongly each token writes, as a gate projection gives it.
+        write: the write strength of each token, as a gate projection returns it.
     """
 
     q: Tensor

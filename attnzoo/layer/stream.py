@@ -1,4 +1,4 @@
-"""Rows of tokens as an attention layer sees them: padding, packing, and what is remembered between calls."""
+"""The rows of a layer's call: padding, packing, and the cache between calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnzoo.forms.caches.state import check_rows, whole
 
 
 class Owner(weakref.ref[nn.Module]):
-    """The layer that a cache was made by. A copy of the cache has the same; a pickled one has none any more."""
+    """A reference to the layer that made a cache. A copied cache has the same owner; an unpickled one has none."""
 
     def __deepcopy__(self, memo: object) -> Owner:
         return self
@@ -27,17 +27,17 @@ class Owner(weakref.ref[nn.Module]):
 
 @dataclass(eq=False)
 class LayerCache:
-    """What one attention layer remembers; each call that succeeds fills it in place, one that fails leaves it alone.
+    """The cache of one attention layer; a call that succeeds extends it in place, one that fails does not change it.
 
     Args:
-        state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None at first.
+        state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None before the first call.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
-        dtype: of the hidden states in the calls before.
-        owner: the layer whose calls it belongs to; None for the first that is given it.
-        evict: the keys that it may give up; None for none.
-        budget: of a layer that forgets, as :func:`attnzoo.forgetting.rules.room` takes it.
-        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
+        dtype: the dtype of the hidden states in earlier calls.
+        owner: the layer whose calls extend it; None until the first call.
+        evict: the rule by which keys are evicted; None: no key is.
+        budget: the budget of a layer with One-Pass Forgetting, see :func:`attnzoo.forgetting.rules.room`.
+        bound: the logit bound ``[H]`` by the weights of QK-norm, where something needs it.
     """
 
     state: Any = None
@@ -51,7 +51,7 @@ class LayerCache:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, padding included."""
+        """The number of tokens so far, padding included."""
         return 0 if self.state is None else len(self.state)
 
     def reorder(self, index: Tensor) -> None:
@@ -71,13 +71,13 @@ class LayerCache:
         """Go back to the first ``tokens`` tokens, padding among them, where that can be done exactly.
 
         Raises:
-            TypeError, ValueError: no number from 0 to ``self.tokens``, or what is remembered cannot: a recurrent state,
-                keys that later tokens have changed, the windows of convolutions and shifts.
+            TypeError, ValueError: no number from 0 to ``self.tokens``, or a cache that cannot go back: a recurrent
+                state, keys that later tokens have changed, the windows of convolutions and shifts.
         """
         vars(self).update(vars(self.cropped(tokens)))
 
     def cropped(self, tokens: int) -> LayerCache:
-        """What :meth:`crop` leaves, as another cache; only one of the two can go on. It raises what that raises."""
+        """The cropped cache (see :meth:`crop`) as a new object; only one of the two may be extended."""
         whole(tokens)
         if self.windows and tokens != self.tokens:
             kept = ", ".join(sorted(self.windows))
@@ -92,7 +92,7 @@ class LayerCache:
         return replace(self, state=state, seen=there)
 
     def check(self, layer: nn.Module, rows: int, x: Tensor) -> None:
-        """``layer`` can go on from here with so many ``rows`` of the dtype and device of ``x``.
+        """Raise where ``layer`` cannot extend this cache with ``rows`` rows of the dtype and device of ``x``.
 
         Raises:
             ValueError: the cache is another layer's, or holds another batch, dtype or device.
@@ -111,13 +111,13 @@ class LayerCache:
 
 
 class AllOrNone:
-    """``with AllOrNone(caches):`` takes back what some layers have stored when a later one fails."""
+    """``with AllOrNone(caches):`` restores the caches of all layers when the call of one fails."""
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         self.before = [(cache, vars(cache).copy()) for cache in caches]
 
     def __enter__(self) -> None:
-        """Nothing to do: what was there is noted."""
+        """Do nothing; the constructor has saved the caches' contents."""
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if failed is not None:
@@ -131,11 +131,11 @@ class Stream:
 
     Args:
         valid: ``[B, T]`` bool, or None when there is no padding.
-        cache: the layer's memory, or None.
+        cache: the layer's cache, or None.
         shape: ``(B, T)``.
-        device: where the rows are.
+        device: the device of the rows.
         cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, without padding or a cache; or None.
-        windows: what :meth:`windowed` has left for the cache, by name.
+        windows: the new windows for the cache, by name, from :meth:`windowed`.
     """
 
     valid: Tensor | None
@@ -146,7 +146,7 @@ class Stream:
     windows: dict[str, Tensor] = field(default_factory=dict)
 
     def positions(self) -> Tensor:
-        """Index of each token in its sequence, ``[B, T]`` int64; padding does not count."""
+        """The index of each token in its sequence, ``[B, T]`` int64; padding does not count."""
         B, T = self.shape
         if self.cu_seqlens is not None:
             return torch.arange(T, device=self.device)[None] - self.cu_seqlens.long()[self._sequence()]
@@ -159,7 +159,7 @@ class Stream:
         return index
 
     def _sequence(self) -> Tensor:
-        """Which of the packed sequences each token belongs to, ``[1, T]`` int64."""
+        """The number of each token's packed sequence, ``[1, T]`` int64."""
         borders = cast(Tensor, self.cu_seqlens).long()
         return torch.searchsorted(borders, torch.arange(self.shape[1], device=self.device)[None], right=True) - 1
 
@@ -169,13 +169,13 @@ class Stream:
         Args:
             name: the operator's key in the cache.
             x: ``[B, T, X]``.
-            fn: ``[B, size - 1 + T, X] -> [B, T, Y]``; before the first token there are zeros.
+            fn: ``[B, size - 1 + T, X] -> [B, T, Y]``; zeros stand before the first token.
         """
         B, T, X = x.shape
         n = size - 1
-        if self.valid is not None:  # a bias is not zero at padding
+        if self.valid is not None:  # with a bias, x is not zero at padding
             x = x.masked_fill(~self.valid[..., None], 0.0)
-        if self.cu_seqlens is not None:  # with n zeros before each sequence
+        if self.cu_seqlens is not None:  # n zeros before each sequence
             place = torch.arange(T, device=x.device) + n * self._sequence()[0]
             spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)
             return fn(spaced).index_select(1, place)
@@ -184,7 +184,7 @@ class Stream:
         if self.valid is None:
             self._remember(name, full, n)
             return fn(full)
-        # padding goes to the left, so that every window holds a sequence's own last tokens
+        # padding moves to the left, so that every window holds a sequence's own last tokens
         there = torch.cat([torch.ones_like(self.valid[:, :1]).expand(B, n), self.valid], 1)
         order = there.int().argsort(stable=True, dim=1)
         full = full.gather(1, order[..., None].expand_as(full))
@@ -194,7 +194,8 @@ class Stream:
         return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
 
     def before(self, name: str, x: Tensor) -> Tensor:
-        """The token before each of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the cache."""
+        """The preceding token of each token of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the
+        cache."""
         past = None if self.cache is None or self.valid is not None else self.cache.windows.get(name)
         if past is None or x.shape[1] > 1:
             return self.windowed(name, x, 2, lambda full: full[:, :-1])
@@ -206,13 +207,13 @@ class Stream:
             self.windows[name] = full[:, full.shape[1] - n :]
 
     def commit(self, layer: nn.Module, x: Tensor, state: Any) -> None:
-        """Store in the cache, if there is one, what the call on the rows ``x`` leaves: the last thing that it does."""
+        """Store the new state of the call on the rows ``x`` in the cache, if there is one; the last step of a call."""
         cache = self.cache
         if cache is None:
             return
         B, T = self.shape
         seen = torch.zeros(B, dtype=torch.int64, device=self.device) if cache.seen is None else cache.seen
-        seen = seen + (T if self.valid is None else self.valid.sum(1))  # the last thing that can fail
+        seen = seen + (T if self.valid is None else self.valid.sum(1))  # nothing after this line can fail
         if cache.owner is None:
             cache.owner = Owner(layer)
         cache.state, cache.windows, cache.seen, cache.dtype = state, {**cache.windows, **self.windows}, seen, x.dtype
@@ -220,11 +221,11 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How packed sequences ``[1, T]`` become rows ``[N, L]`` of a cache, and come back.
+    """The map between packed sequences ``[1, T]`` and the rows ``[N, L]`` of a cache.
 
     Args:
-        index: packed position of each slot, ``[N, L]``.
-        valid: slots that hold a token, ``[N, L]``, or None when all do.
+        index: the packed position of each slot, ``[N, L]``.
+        valid: mask of the slots that hold a token, ``[N, L]``; None where all do.
     """
 
     index: Tensor
@@ -232,7 +233,7 @@ class Packing:
 
     @staticmethod
     def of(cu_seqlens: Tensor) -> Packing:
-        """From the borders ``[N + 1]`` of the sequences."""
+        """The packing of sequences with the borders ``cu_seqlens [N + 1]``."""
         cu = cu_seqlens.long()
         lengths = cu.diff()
         slot = torch.arange(int(lengths.max()), device=cu.device)
@@ -240,11 +241,11 @@ class Packing:
         return Packing((cu[:-1, None] + slot).where(valid, 0), None if bool(valid.all()) else valid)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[1, T, X]`` to ``[N, L, X]``."""
+        """The packed ``x [1, T, X]`` as rows ``[N, L, X]``."""
         return x[0][self.index]
 
     def pack(self, x: Tensor, tokens: int) -> Tensor:
-        """``[N, L, X]`` to ``[1, T, X]``."""
+        """The rows ``x [N, L, X]`` packed, ``[1, T, X]``."""
         if self.valid is None:
             return x.reshape(1, tokens, -1)
         return x[self.valid][None]

@@ -1,4 +1,4 @@
-"""Which parameters weight decay shrinks: matrices alone."""
+"""Parameter groups for weight decay, which shrinks matrices alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from attnzoo.layer.modules import HeadNorm, ShortConvolution
 from attnzoo.precision import PreciseModule
 
 NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-MATRICES = (ShortConvolution, nn.Linear, nn.Embedding)  # their weights, also where a sharding has flattened them
+MATRICES = (ShortConvolution, nn.Linear, nn.Embedding)  # their weights decay, also where sharding has flattened them
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, as an optimizer takes them: those that decay, and the :func:`spared`.
+    """The trainable parameters in two groups, as an optimizer takes them: those with weight decay, and those in
+    :func:`spared`.
 
     Args:
         model: a layer, a decoder, or any module that holds some.

@@ -31,7 +31,7 @@ __all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_ga
 
 
 class Combined(GateProjection):
-    """Several projections side by side; their gate parts are united and their write strengths multiplied."""
+    """Several gate projections as one: the union of their gate parts, and the product of their write strengths."""
 
     def __init__(self, sizes: Sizes, members: Sequence[GateProjection]) -> None:
         super().__init__(sizes)
@@ -51,7 +51,7 @@ class Combined(GateProjection):
         if len(strengths) < 2:
             return Gate(**parts), strengths[0] if strengths else None
         factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
-        heads = max(factor.shape[2] for factor in factors)  # of a key head, or of each query head
+        heads = max(factor.shape[2] for factor in factors)  # per key head, or per query head
         first, *rest = (expand_heads(factor, heads) for factor in factors)
         return Gate(**parts), math.prod(rest, start=first)
 
@@ -127,7 +127,7 @@ def build_gate(classes: Sequence[type[GateProjection]], sizes: Sizes, options: d
     """One projection, or several combined, with the options that each takes.
 
     Raises:
-        ValueError: an option that none or several of them take, or a value of another kind than its annotation says.
+        ValueError: an option that none or several of them take, or a value that does not fit its annotation.
     """
     owner = gate_options(classes)
     for name in options:

@@ -1,6 +1,6 @@
-"""Projections to angles that come from the input; fixed ones are in ``matrix``.
+"""Projections from the input to angles; fixed angles are in ``matrix``.
 
-A gate gives the angle of each token alone; whoever needs a phase sums them in float64.
+A gate holds the angle of each token; forms sum them to phases in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SelectiveAngles(GateProjection):
         theta: the base of the frequencies ``theta^(-2i/K)``; they are not trained.
         angle_rank: rank of the projection.
         angle_conv_size: width of the convolution in tokens, 0 for none.
-        phase_gate: times ``sigmoid(w x_t + b)`` per head.
+        phase_gate: multiply the angles by ``sigmoid(w x_t + b)`` per head.
 
     Raises:
         ValueError: ``theta < 1``, ``angle_rank < 1``, ``angle_conv_size < 0``, an odd K, or H that does not divide D.
@@ -95,8 +95,8 @@ class Mamba3Decay(StepSize):
     Args:
         dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
         dt_max: largest step at the start.
-        a_min: a is never below.
-        rotated_share: of each head's channels, the first ones: those that turn, an even number.
+        a_min: the least value of a.
+        rotated_share: share of each head's channels that are rotated, the first ones; an even number of channels.
 
     Raises:
         ValueError: not ``0 < dt_min <= dt_max``, ``a_min <= 0``, or a share that is over 1 or less than two channels.

@@ -1,9 +1,9 @@
-"""What every gate projection is: from the hidden states of a layer to the gate of its variant.
+"""The base class of gate projections, which map the hidden states of a layer to the gate of its variant.
 
-Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
+A projection takes the layer's sizes and its own options by keyword, declares the gate parts it ``provides``, and maps
 ``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
-``[B, T, G]``, or ``DELTA_RULE``); it may give the keys too (``keys``). A variant's file names its default; any
-projection that provides the same parts may stand in.
+``[B, T, G]``, or ``DELTA_RULE``); it may also make the keys (``keys``). A variant's file names its default projection;
+any other that provides the same parts can replace it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnzoo.layer.stream import Stream
 from attnzoo.precision import PreciseModule
 
 INIT_STD = 0.02
-DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # w is k itself, and beta is the write strength as well
+DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # a write strength: w is k itself, and beta also scales v
 
 Write = Tensor | Literal["delta_rule"] | None
 
@@ -34,31 +34,32 @@ class Sizes:
 
 
 class GateProjection(PreciseModule):
-    """Base of all projections: no gate at all. ``provides`` names the gate parts that a subclass makes, and
-    ``unit_keys`` says that it needs keys of unit length (w = k), and
-    ``writes`` that it gives a write strength.
+    """Base of all gate projections, itself without a gate.
+
+    A subclass declares in ``provides`` the gate parts that it makes, in ``unit_keys`` that it needs keys of unit length
+    (w = k), and in ``writes`` that it returns a write strength.
 
     Args:
-        sizes: of the layer.
+        sizes: the layer's sizes.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
-    unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must give unit keys
-    writes: ClassVar[bool] = False  # whether it says how strongly a token writes, which only a linear state can honour
+    unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must normalise its keys
+    writes: ClassVar[bool] = False  # whether it returns a write strength, for the linear side only
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
 
     def reset_parameters(self) -> None:
-        """The initialisation of the paper."""
+        """Initialise the weights as the projection's paper does."""
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        """The gate of each token, and how strongly it writes.
+        """The gate, and the write strength of each token.
 
         Args:
             x: hidden states, ``[B, T, D]``.
-            k: keys as the core gets them, ``[B, T, G, K]``; where tokens write n times each ``[B, T, G, n, K]``.
+            k: keys after norm and feature map, ``[B, T, G, K]``, or ``[B, T, G, n, K]`` where each token has n.
             stream: the rows' padding and cache, for projections that look back (a short convolution).
 
         Returns:
@@ -68,12 +69,12 @@ class GateProjection(PreciseModule):
         return Gate(), None
 
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
-        """The keys that the core gets, ``[B, T, G, K]``: k itself, unless the gate gives them."""
+        """The core's keys, ``[B, T, G, K]``: k itself, unless the gate makes them."""
         return k
 
 
 def reset_linear(linear: nn.Linear) -> None:
-    """Normal weights of deviation ``INIT_STD``, biases 0."""
+    """Initialise weights from N(0, ``INIT_STD``^2) and the bias to 0."""
     nn.init.normal_(linear.weight, std=INIT_STD)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

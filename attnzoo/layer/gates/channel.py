@@ -1,4 +1,5 @@
-"""Projections to a decay per channel of full rank, and by a softplus; the low-rank one is in ``matrix``."""
+"""Projections to a decay per channel: of full rank, and by a softplus; the low-rank log-sigmoid one is in
+``matrix``."""
 
 from __future__ import annotations
 

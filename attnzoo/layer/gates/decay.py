@@ -20,7 +20,7 @@ from attnzoo.precision import GateLinear, fill, wide
 class ALiBiSlope(GateProjection):
     """``g = -m_h`` with slopes ``m_h = 2^(-8 h / H)``, h = 1..H (Press et al., 2022, section 3).
 
-    Where H is no power of two: the slopes of the power of two below it, then every other one of twice that power (the
+    Where H is no power of two: the slopes of the largest power of two P below H, then every other slope of 2P (the
     authors' code).
 
     Args:
@@ -60,7 +60,7 @@ class RetentionDecay(GateProjection):
         fill(self.log_gamma, torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse decays above 0, with which old tokens would grow: a layer checks no gate that its own parts make."""
+        """Load the weights, refusing log-decays above 0: a layer does not check the gates of its own projections."""
         loaded = state_dict.get(f"{prefix}log_gamma")
         if loaded is not None and has_values(loaded) and not bool((loaded <= 0).all()):
             raise ValueError(f"{prefix}log_gamma: expected log decays of 0 or below, got {loaded.tolist()}")
@@ -74,8 +74,8 @@ class ForgetGate(GateProjection):
     """``g_t = log sigmoid(w x_t + b)`` per head (Lin et al., 2025, section 3).
 
     Args:
-        scale_forget: times ``K^(-1/2)``, as flash-linear-attention has it in PaTH-FoX.
-        gate_bias: b at the start; 0 in the paper, and the larger the nearer a layer is to one without a gate.
+        scale_forget: multiply the logits by ``K^(-1/2)``, as flash-linear-attention does in PaTH-FoX.
+        gate_bias: b at the start, 0 in the paper; the larger it is, the closer the gates are to 1.
     """
 
     provides = ("log_decay",)
@@ -100,8 +100,8 @@ class IndependentForgetGate(GateProjection):
     """``g = log sigmoid(b_h)``: the data-independent forget gate (Lin et al., 2025, appendix D).
 
     Args:
-        t_min: 1/e decay length of the first head, in tokens, at the start.
-        t_max: that of the last head; the others lie between, evenly in the logarithm: ``exp(g_h) = exp(-1 / T_h)``.
+        t_min: T_h of the first head at the start: tokens in which its decay falls to 1/e.
+        t_max: T_h of the last head; the others are log-spaced between them, with ``g_h = -1 / T_h``.
 
     Raises:
         ValueError: not ``0 < t_min <= t_max``.
@@ -134,7 +134,7 @@ class FixedForgetGate(IndependentForgetGate):
 
 
 class StepSize(GateProjection):
-    """``dt_t = softplus(w x_t + b)`` per head, of which a subclass makes its gate.
+    """Step sizes ``dt_t = softplus(w x_t + b)`` per head, from which subclasses compute their gates.
 
     Args:
         dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
@@ -160,7 +160,7 @@ class StepSize(GateProjection):
         fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def step(self, x: Tensor) -> Tensor:
-        """dt ``[B, T, H]`` in float32."""
+        """The step sizes dt ``[B, T, H]`` in float32."""
         return softplus(self.dt_proj(x) + wide(self.dt_bias))
 
 
@@ -196,7 +196,7 @@ class SoftplusDecay(StepSize):
 
 
 class Mamba2Decay(SoftplusDecay):
-    """The softplus decay whose step also scales what is written: ``v_t`` becomes ``dt_t v_t``."""
+    """The softplus decay whose step size is also the write strength: ``v_t`` becomes ``dt_t v_t``."""
 
     writes = True
 

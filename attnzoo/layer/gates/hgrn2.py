@@ -1,4 +1,4 @@
-"""HGRN2's forget gate, which gives the keys too, and the lower bounds that the layers of a model share."""
+"""HGRN2's forget gate, which also makes the keys, and the lower bounds that a model's layers share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from attnzoo.precision import PreciseModule, fill, wide
 class BoundedForgetGate(GateProjection):
     """``f_t = l + (1 - l) sigmoid(z_t)`` per channel, and ``1 - f_t`` for the key (Qin et al., 2024, HGRN2, section 3).
 
-    ``z`` is what the layer's key projection gives. The lower bound ``l`` is 0 in a layer by itself and in the first
+    ``z`` is the output of the layer's key projection. The lower bound ``l`` is 0 in a layer by itself and in the first
     layer of a model; see :class:`LowerBounds`.
 
     Args:
-        lower_bounds: whether later layers of a model have one.
+        lower_bounds: whether later layers of a model have a lower bound.
 
     Raises:
         ValueError: fewer key/value heads than query heads.
@@ -40,8 +40,8 @@ class BoundedForgetGate(GateProjection):
                 f"num_kv_heads: expected num_heads = {sizes.num_heads} (the gate of each head is its key), "
                 f"got {sizes.num_kv_heads}"
             )
-        self.shared: tuple[LowerBounds] | None = None  # in a tuple: the module belongs to the model, not here
-        self.register_buffer("place", None, persistent=False)  # among them; a tensor, so that layers share a graph
+        self.shared: tuple[LowerBounds] | None = None  # a tuple keeps torch from registering the model's module here
+        self.register_buffer("place", None, persistent=False)  # a tensor, so that layers share a compiled graph
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         z = wide(k)
@@ -49,8 +49,8 @@ class BoundedForgetGate(GateProjection):
             return Gate(log_diag=F.logsigmoid(z)), None
         [bounds] = self.shared
         low = bounds().index_select(0, self.place).view(self.sizes.num_heads, -1)
-        low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # with finite logarithms
-        odds = torch.log1p(-low) - torch.logaddexp(z, low.log())  # log((1 - f) / f): no sum cancels, no exp overflows
+        low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # keeps the logarithms finite
+        odds = torch.log1p(-low) - torch.logaddexp(z, low.log())  # log((1 - f) / f) without cancellation or overflow
         return Gate(log_diag=-torch.logaddexp(odds, odds.new_zeros(()))), None
 
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
@@ -59,10 +59,10 @@ class BoundedForgetGate(GateProjection):
 
 
 class LowerBounds(PreciseModule):
-    """Lower bounds of the forget gates, rising from 0 in the first layer: sums over the layers before of a softmax.
+    """Lower bounds of the layers' forget gates: the running sum, over earlier layers, of a learned softmax.
 
     Args:
-        gates: of the model's layers, in order; each is told its place.
+        gates: the gates of the model's layers, in order; each gets its index.
 
     Raises:
         ValueError: gates of different widths.
@@ -76,7 +76,7 @@ class LowerBounds(PreciseModule):
         if len(widths) > 1:
             raise ValueError(f"attention: expected one width of all gates with lower bounds, got {widths}")
         self.keep("logits", torch.zeros(len(gates), widths[0]), trainable=True)
-        self.gates = tuple(gates)  # in a tuple: they belong to the layers
+        self.gates = tuple(gates)  # a tuple keeps torch from registering the layers' modules here
         for gate in gates:
             gate.shared = (self,)
         self._tell_places(self.logits.device)
@@ -87,7 +87,8 @@ class LowerBounds(PreciseModule):
             fill(gate.place, torch.tensor([place]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also restore the gates' places, which no checkpoint holds, where the model was made on the meta device."""
+        """Load the weights, and set the gates' indices, which no checkpoint holds, where the model was made on the meta
+        device."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._tell_places(state_dict.get(f"{prefix}logits", self.logits).device)
 
@@ -97,13 +98,13 @@ class LowerBounds(PreciseModule):
             gate.place = torch.tensor([place], device=device if told else gate.place.device)
 
     def forward(self) -> Tensor:
-        """``[layers, H K]``, from 0 in the first row to below 1 in the last."""
+        """The lower bounds ``[layers, H K]``, rising from 0 in the first layer to below 1 in the last."""
         shares = wide(self.logits).softmax(0)
         return running_sum(shares, 0) - shares[:1]
 
 
 def lower_bounds(layers: Sequence[nn.Module]) -> LowerBounds | None:
-    """The bounds that the gates of ``layers`` share that take some, or None where none does."""
+    """The lower bounds shared by the gates of ``layers`` that take bounds; None where no gate does."""
     gates = [part for layer in layers for part in layer.modules() if isinstance(part, BoundedForgetGate)]
     bounded = [gate for gate in gates if gate.bounded]
     return LowerBounds(bounded) if bounded else None

@@ -19,7 +19,7 @@ class LowRankDiagonal(GateProjection):
 
     Args:
         gate_rank: rank of the projection; None for a full one, without ``W_1``.
-        temperature: larger keeps the gates nearer to 1.
+        temperature: the larger it is, the closer the gates are to 1.
         gate_bias: b at the start.
 
     Raises:
@@ -57,10 +57,10 @@ class RotaryAngles(GateProjection):
 
     Args:
         theta: the base; 500000 as in the baselines of FoX.
-        rotated: channels of each head that turn, the first ones, with K the number of these; None for all.
+        rotated: number of rotated channels per head, the first ones, taken as K in the formula; None for all.
 
     Raises:
-        ValueError: ``theta < 1``, or an odd number of channels to turn, or more than a head has.
+        ValueError: ``theta < 1``, or a number of rotated channels that is odd or larger than a head's.
     """
 
     provides = ("angle",)
@@ -92,7 +92,7 @@ class DeltaRule(GateProjection):
 
     Args:
         allow_neg_eigval: double beta, so that eigenvalues of the transition reach -1 (Grazzi et al., 2025).
-        num_householder: n, times that a token erases and writes, each with a key, a value and a beta of its own
+        num_householder: n, the number of erasures and writes per token, each with its own key, value and beta
             (DeltaProduct, Siems et al., 2025, section 3).
 
     Raises:
@@ -116,13 +116,13 @@ class DeltaRule(GateProjection):
         beta = by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
         if self.allow_neg_eigval:
             beta = 2 * beta
-            if k.dtype.itemsize == 2:  # a key that is rounded may be longer than 1, and the factor then expand
+            if k.dtype.itemsize == 2:  # a rounded key may be longer than 1, so that the factor could expand
                 beta = beta / wide(k.detach()).square().sum(-1).clamp(min=1)
         return Gate(w=k, beta=beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
-    """PaTH's own ``w`` and ``beta = 2 sigmoid(.)`` (Yang et al., 2025, section 2.2); keys are read plainly.
+    """PaTH's own ``w`` and ``beta = 2 sigmoid(.)`` (Yang et al., 2025, section 2.2); scores use the keys as they are.
 
     Args:
         w: ``"low_rank"``: a low-rank projection and a short convolution, normalised; ``"key"``: the normalised key.
@@ -133,7 +133,7 @@ class PathTransition(GateProjection):
 
     Raises:
         ValueError: an unknown ``w``, ``w_rank < 1``, ``w_conv_size < 0`` or ``num_householder < 1``, or with
-            ``w="key"`` several factors or options of the projection that is then not there.
+            ``w="key"`` several factors or options of the projection.
     """
 
     provides = ("w", "beta")
@@ -178,7 +178,7 @@ class PathTransition(GateProjection):
                 w = self.w_conv(w, stream, "w")
             w = by_factor(w.unflatten(-1, (-1, self.sizes.head_dim)), -2, self.factors)
         beta = 2 * by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
-        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a w that is rounded may be longer than 1
+        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a rounded w may be longer than 1
 
 
 def checked_factors(number: int) -> int:
@@ -193,7 +193,7 @@ def checked_factors(number: int) -> int:
 
 
 def by_factor(x: Tensor, heads: int, factors: int) -> Tensor:
-    """The axis ``heads`` of G n entries as two, unless n is 1."""
+    """``x`` with its axis ``heads`` of G n entries split into G and n; unchanged where n is 1."""
     return x if factors == 1 else x.unflatten(heads, (-1, factors))
 
 
