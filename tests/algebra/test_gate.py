@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from strategies import CPU_FORMS, cases
 from thinning import given_variant
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import HeadGate
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import CPU_FORMS, cases
 
 B, T, H, G, K = 2, 5, 4, 2, 6
 

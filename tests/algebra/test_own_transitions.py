@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from strategies import LIMIT, Case, assert_close, relative_error, value_and_gradients
 from torch import Tensor
 
 from attnzoo import Gate, Pair, build_attention, describe, get, list_variants, oracle, register
@@ -16,6 +15,7 @@ from attnzoo.algebra.transitions import HeadGate, Product, Transition
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.registry import unregister
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import LIMIT, Case, assert_close, relative_error, value_and_gradients
 
 SANDWICH = Pair(
     "sandwich", "sandwich_path", ("log_diag", "w", "beta"),

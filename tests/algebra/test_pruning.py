@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 from thinning import given_variant
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
 PRUNABLE = [name for name in list_variants() if get(name).prunable]
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")

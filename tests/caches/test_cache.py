@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from strategies import Case, relative_error
 
 from attnzoo import Gate, KVCache, RecurrentState, build_attention, get, list_variants, oracle
 from attnzoo.forms.caches.state import GrowingCache, append_in_place
+from attnzoo.testing.cases import Case, relative_error
 
 GROWING = ("nope", "alibi", "fox", "rope")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import Inputs, relative_error
 from torch import Tensor
 
 from attnzoo import Gate, KVCache, RecurrentState, get, oracle
@@ -23,6 +22,7 @@ from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import State
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import Inputs, relative_error
 
 MOST, WINDOW = 200, 30  # tokens of a sequence
 Make = Callable[[Any, Any, BatchRows], Memory]  # from the forms, a state of one token and the rows

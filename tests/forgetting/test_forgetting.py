@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from layers import assert_same
-from strategies import assert_close
 from thinning import given_variant
 
 import attnzoo.forgetting.panels as panels
@@ -21,6 +20,7 @@ from attnzoo import get, list_variants, oracle
 from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import assert_close
 
 SOFTMAX = list_variants("softmax")
 TRIANGLE = torch.ones(7, 7, dtype=torch.bool).tril()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import CPU_FORMS
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import CPU_FORMS
 
 T = 12
 

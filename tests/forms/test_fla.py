@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from peer_kernels import HERE, interpret
-from strategies import Inputs, leaves_of, relative_error
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants, oracle
@@ -23,6 +22,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.protocol import Call
 from attnzoo.registry import PAIRS
 from attnzoo.samples import Regime, random_inputs
+from attnzoo.testing.cases import Inputs, leaves_of, relative_error
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]
 DTYPE = torch.bfloat16 if HERE == "cuda" else torch.float16

@@ -8,7 +8,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import strategies as st
-from strategies import (
+from thinning import given_variant
+
+from attnzoo import Prune, RecurrentState, get, list_variants, oracle
+from attnzoo.samples import Regime, random_inputs
+from attnzoo.testing.cases import (
     CPU_FORMS,
     LIMIT,
     Case,
@@ -18,10 +22,6 @@ from strategies import (
     straightforward,
     value_and_gradients,
 )
-from thinning import given_variant
-
-from attnzoo import Prune, RecurrentState, get, list_variants, oracle
-from attnzoo.samples import Regime, random_inputs
 
 FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]
 GPU_FORMS = [

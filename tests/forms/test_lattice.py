@@ -11,7 +11,14 @@ from typing import cast
 
 import pytest
 import torch
-from strategies import (
+from torch import Tensor
+
+from attnzoo import Gate, Pair, Prune, Variant, get, oracle, pair_for
+from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.pruning import first_kept_keys
+from attnzoo.recurrences.complex_linear import phases, rotate
+from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import (
     CPU_FORMS,
     LIMIT,
     Form,
@@ -21,13 +28,6 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
-from torch import Tensor
-
-from attnzoo import Gate, Pair, Prune, Variant, get, oracle, pair_for
-from attnzoo.algebra.gate import PARTS
-from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.recurrences.complex_linear import phases, rotate
-from attnzoo.samples import random_inputs
 
 FREE = ("log_decay", "log_diag", "angle", "w")  # w brings beta
 SETS = [frozenset(parts) for n in range(5) for parts in itertools.combinations(FREE, n)]

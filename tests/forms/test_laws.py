@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from strategies import (
+from thinning import given_variant
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnzoo.forms.rowblocks
+from attnzoo import Gate, RecurrentState, get, list_variants
+from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import (
     CPU_FORMS,
     LIMIT,
     Case,
@@ -22,13 +29,6 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
-from thinning import given_variant
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import attnzoo.forms.rowblocks
-from attnzoo import Gate, RecurrentState, get, list_variants
-from attnzoo.samples import random_inputs
 
 VARIANTS = list_variants()
 SOFTMAX = list_variants("softmax")

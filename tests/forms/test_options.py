@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from strategies import (
+from thinning import given_variant
+from torch import Tensor
+
+import attnzoo.forms.rowblocks
+from attnzoo import Gate, Prune, get, list_variants, oracle
+from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import (
     CPU_FORMS,
     LIMIT,
     Case,
@@ -22,12 +28,6 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
-from thinning import given_variant
-from torch import Tensor
-
-import attnzoo.forms.rowblocks
-from attnzoo import Gate, Prune, get, list_variants, oracle
-from attnzoo.samples import random_inputs
 
 SOFTMAX, LINEAR = list_variants("softmax"), list_variants("linear")
 FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from strategies import LIMIT, relative_error
 from torch import Tensor
 
 from attnzoo import Gate, RecurrentState, get
+from attnzoo.testing.cases import LIMIT, relative_error
 
 T = 120
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from strategies import CPU_FORMS
 from torch import Tensor
 
 from attnzoo import Gate, build_attention, get, list_variants
 from attnzoo.errors import UnavailableError
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import CPU_FORMS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [name for name in list_variants("softmax") if "triton" in get(name).forms]

@@ -21,12 +21,12 @@ from calls import (
     shared_options,
     spoiled,
 )
-from strategies import CPU_FORMS, block_sizes
 from torch import Tensor
 
 from attnzoo import Gate, KVCache, RecurrentState, get, list_variants
 from attnzoo.algebra.gate import is_closed
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import CPU_FORMS, block_sizes
 
 REGIMES = ("mixed", "open", "closing", "zero", "closed")
 

@@ -29,6 +29,7 @@ FLOORS = (
     ("encodings",),
     ("registry",),
     ("samples",),
+    ("testing",),
     ("verify",),
     ("layer",),
     ("equations", "doctor"),

@@ -17,7 +17,12 @@ import torch
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import (
+
+from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, register
+from attnzoo import verify as verification
+from attnzoo.cli import app
+from attnzoo.registry import unregister
+from attnzoo.testing.cases import (
     CPU_FORMS,
     LIMIT,
     Case,
@@ -28,11 +33,6 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
-
-from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, register
-from attnzoo import verify as verification
-from attnzoo.cli import app
-from attnzoo.registry import unregister
 from attnzoo.verify import verify
 
 LINEAR = '''

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import relative_error
 from torch import Tensor
 
 from attnzoo import build_attention
@@ -17,6 +16,7 @@ from attnzoo.layer.inplace import FixedCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.engine import Generator
+from attnzoo.testing.cases import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 24

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from strategies import Inputs, relative_error, value_and_gradients
 from torch import Tensor
 
 from attnzoo import Gate, KVCache, Prune, get, oracle
@@ -23,6 +22,7 @@ from attnzoo.kernels.path.reference import path_reference_lse
 from attnzoo.recurrences.complex_linear import Rotation, phases, rotate_all, rotate_rounded
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.samples import random_inputs
+from attnzoo.testing.cases import Inputs, relative_error, value_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 2e-5  # float32

@@ -5,11 +5,11 @@ import torch
 from generated import forgetful, that_forgets
 from layers import TINY, assert_same, rows
 from layers import forgetful as layer
-from strategies import Case
 
 from attnzoo import get, list_variants
 from attnzoo.models import Generator
 from attnzoo.models.generation.proposals import look_up
+from attnzoo.testing.cases import Case
 
 
 @pytest.mark.parametrize("name", list_variants())

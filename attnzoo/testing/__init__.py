@@ -1,0 +1,1 @@
+"""What the tests of a variant draw and compare with."""
