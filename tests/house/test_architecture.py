@@ -75,17 +75,23 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    """The code of every module."""
+    return {module: ast.parse(path.read_text()) for module, path in modules().items()}
+
+
+@cache
 def imports() -> list[Import]:
     """Every import of the package's own modules, wherever in the code it stands."""
     return [
         one
-        for module, path in modules().items()
-        for one in imports_of(module, path.read_text(), modules(), path.name == "__init__.py")
+        for module, tree in trees().items()
+        for one in imports_of(module, tree, modules(), modules()[module].name == "__init__.py")
     ]
 
 
-def imports_of(module: str, code: str, known: Collection[str], is_package: bool = False) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(code)):
+def imports_of(module: str, code: ast.Module, known: Collection[str], is_package: bool = False) -> Iterator[Import]:
+    for node in ast.walk(code):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "attnzoo":
@@ -181,12 +187,52 @@ def test_no_package_uses_a_private_name_of_another() -> None:
 
 def test_no_class_name_stands_in_two_files() -> None:
     files: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+    for module, tree in trees().items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(module)
     twice = {name: where for name, where in files.items() if len(where) > 1}
     assert not twice, "\n".join(f"class {name}: {', '.join(where)}" for name, where in twice.items())
+
+
+def heights(edges: set[tuple[str, str]]) -> dict[str, int]:
+    """The floor of each node of a drawing without circles: 1 without arrows down, else above all that it leads to."""
+    found: dict[str, int] = {}
+
+    def height(node: str) -> int:
+        if node not in found:
+            found[node] = 1 + max((height(b) for a, b in edges if a == node), default=0)
+        return found[node]
+
+    return {node: height(node) for edge in edges for node in edge}
+
+
+def test_forms_have_five_floors_at_most() -> None:
+    """Their modules, with each package inside as one room."""
+    inside = {(one.importer.split(".")[1], one.imported.split(".")[1]) for one in imports()
+              if one.importer.startswith("forms.") and one.imported.startswith("forms.")}  # fmt: skip
+    assert heights({("a", "b"), ("b", "c"), ("a", "c")}) == {"a": 3, "b": 2, "c": 1}
+    assert max(heights({(a, b) for a, b in inside if a != b}).values()) <= 5
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    of = function.args
+    every = [*of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))]
+    return [one.arg for one in every if one.arg not in ("self", "cls")]
+
+
+def test_what_travels_together_is_handed_on_whole() -> None:
+    """Kernels apart, few functions have ten parameters or more, none has twenty, and few know of one option alone."""
+    functions = {
+        f"{module}:{node.lineno} {node.name}": parameters(node)
+        for module, tree in trees().items() for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(by) for by in node.decorator_list)
+    }  # fmt: skip
+    many = [name for name, given in functions.items() if len(given) >= 10]
+    assert len(many) <= 15, "\n".join(many)
+    assert not [name for name, given in functions.items() if len(given) >= 20]
+    told = [name for name, given in functions.items() if "sink" in given]
+    assert len(told) <= 20, "\n".join(told)
 
 
 def test_the_exceptions_are_needed() -> None:
@@ -196,11 +242,11 @@ def test_the_exceptions_are_needed() -> None:
 
 def cache_classes() -> set[str]:
     """Classes of the caches' own: what a form remembers, and what that is made of."""
-    trees = (ast.parse(path.read_text()) for module, path in modules().items() if within(module, "forms.caches"))
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    own = (tree for module, tree in trees().items() if within(module, "forms.caches"))
+    return {node.name for tree in own for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def told_apart(code: str, classes: Collection[str]) -> list[int]:
+def told_apart(code: ast.Module, classes: Collection[str]) -> list[int]:
     """Lines of code that ask whether something is one of ``classes``."""
 
     def named(node: ast.AST) -> bool:
@@ -210,7 +256,7 @@ def told_apart(code: str, classes: Collection[str]) -> list[int]:
         return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type"
 
     found = []
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(code):
         asks = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass")
         if asks and any(map(named, node.args[1:])):  # type: ignore[attr-defined]
             found.append(node.lineno)  # type: ignore[attr-defined]
@@ -222,15 +268,15 @@ def told_apart(code: str, classes: Collection[str]) -> list[int]:
 def test_only_caches_tell_caches_apart() -> None:
     """What others must know of a state or a memory is an attribute or a method of it."""
     classes = cache_classes()
-    bad = [f"{module}:{line}" for module, path in modules().items() if not within(module, "forms.caches")
-           for line in told_apart(path.read_text(), classes)]  # fmt: skip
+    bad = [f"{module}:{line}" for module, tree in trees().items() if not within(module, "forms.caches")
+           for line in told_apart(tree, classes)]  # fmt: skip
     assert not bad, "\n".join(["they ask for the class of a cache:", *bad])
 
 
 def test_caches_have_a_word_for_each_thing() -> None:
     """Pages are evicted by one call, and what is neither room nor fixed is not called so."""
-    code = {module: path.read_text() for module, path in modules().items() if within(module, "forms.caches")}
-    nodes = [(module, node) for module, text in code.items() for node in ast.walk(ast.parse(text))]
+    own = {module: tree for module, tree in trees().items() if within(module, "forms.caches")}
+    nodes = [(module, node) for module, tree in own.items() for node in ast.walk(tree)]
     names = {(module, getattr(node, kind)) for module, node in nodes for kind in ("id", "attr", "arg", "name")
              if isinstance(getattr(node, kind, None), str)}  # fmt: skip
     assert not [name for name in names if {"room", "fixed"} & {*name[1].lower().split("_")}]
@@ -240,7 +286,7 @@ def test_caches_have_a_word_for_each_thing() -> None:
 
 def test_a_question_for_the_class_of_a_cache_is_found() -> None:
     code = "isinstance(x, KVCache)\nisinstance(x, int | caches.PagedCache)\ntype(x) is KVCache\nisinstance(x, Tensor)\n"
-    assert told_apart(code, {"KVCache", "PagedCache"}) == [1, 2, 3]
+    assert told_apart(ast.parse(code), {"KVCache", "PagedCache"}) == [1, 2, 3]
     assert {"KVCache", "PagedCache", "RecurrentState", "MatrixMemory", "KeyMemory", "CarriedPool"} <= cache_classes()
 
 
@@ -248,14 +294,14 @@ def test_an_import_that_climbs_and_a_circle_are_found() -> None:
     """The reader of imports sees those at the top, in functions and under TYPE_CHECKING."""
     code = "import attnzoo.layer.gates\ndef f():\n    from attnzoo.forms import softmax\n    from attnzoo import Gate\n"
     known = ["forms.softmax", "layer.gates", "algebra.oracle", "kernels.fox.op"]
-    found = list(imports_of("algebra.gate", code, known))
+    found = list(imports_of("algebra.gate", ast.parse(code), known))
     assert [str(one) for one in found[:2]] == [
         "algebra.gate:1 imports layer.gates",
         "algebra.gate:3 imports forms.softmax",
     ]
     assert [complaint(one) for one in found[:2]] == ["layer is above algebra", "forms is above algebra"]
     assert found[2] == Import("algebra.gate", 4, "algebra.gate", "Gate")
-    relative = "from .op import run\nfrom . import op\nfrom ..path.api import path_attention"
+    relative = ast.parse("from .op import run\nfrom . import op\nfrom ..path.api import path_attention")
     expected = ["kernels.fox.api:1 imports kernels.fox.op.run", "kernels.fox.api:2 imports kernels.fox.op"]
     expected += ["kernels.fox.api:3 imports kernels.path.api.path_attention"]
     assert [str(one) for one in imports_of("kernels.fox.api", relative, known)] == expected
