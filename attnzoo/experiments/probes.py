@@ -109,8 +109,22 @@ class _Asking:
         }
 
 
+class ByLength:
+    """Places of a probe that are the lengths of its rows, in training contexts."""
+
+    lengths: tuple[float, ...]
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return self.lengths
+
+    @property
+    def places(self) -> str:
+        return "length, in training contexts" if len(self.lengths) > 1 else ""
+
+
 @dataclass(frozen=True)
-class Wrong(_Asking):
+class Wrong(ByLength, _Asking):
     """The share of a task's answers that are wrong, on held-out rows.
 
     Args:
@@ -124,14 +138,6 @@ class Wrong(_Asking):
     lengths: tuple[float, ...] = (1.0,)
     percent: bool = True
     task: ClassVar[bool] = True
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return self.lengths
-
-    @property
-    def places(self) -> str:
-        return "length, in training contexts" if len(self.lengths) > 1 else ""
 
     def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
         return {length: (self.options, length) for length in self.lengths}
@@ -251,7 +257,7 @@ class AddedByLength:
 
 
 @dataclass(frozen=True)
-class KeptBlocks:
+class KeptBlocks(ByLength):
     """The share of the blocks of a held-out window, of those that causality and a layer's window leave, that pruning
     with the tail bound keeps: the mean over heads and layers.
 
@@ -268,16 +274,8 @@ class KeptBlocks:
     task: ClassVar[bool] = False
 
     @property
-    def at(self) -> tuple[float, ...]:
-        return self.lengths
-
-    @property
     def longest(self) -> float:
         return max(self.lengths)
-
-    @property
-    def places(self) -> str:
-        return "length, in training contexts"
 
     def measure(self, subject: Probed) -> dict[float, float]:
         found = {}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attnzoo.evaluation import token_losses
-from attnzoo.experiments.probes import Probed, text_losses
+from attnzoo.experiments.probes import ByLength, Probed, text_losses
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LossByStretch:
 
 
 @dataclass(frozen=True)
-class ReadAgain:
+class ReadAgain(ByLength):
     """The loss of a held-out text that the model has just read: a row is a text twice, and what counts is the second
     time, nats per token.
 
@@ -52,16 +52,8 @@ class ReadAgain:
     task: ClassVar[bool] = False
 
     @property
-    def at(self) -> tuple[float, ...]:
-        return self.lengths
-
-    @property
     def longest(self) -> float:
         return max(self.lengths) / 2
-
-    @property
-    def places(self) -> str:
-        return "length, in training contexts" if len(self.lengths) > 1 else ""
 
     def measure(self, subject: Probed) -> dict[float, float]:
         found = {}

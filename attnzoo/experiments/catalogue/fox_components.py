@@ -1,6 +1,6 @@
 """The rows of Table 3 of FoX's paper: its layer, component by component."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, PACKAGES, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, size
 from attnzoo.experiments.claims import All, Below, Value, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -46,12 +46,7 @@ EXPERIMENT = Experiment(
     ),
     arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED),
     settings=PACKAGES,
-    sizes={
-        "cpu": CPU,
-        "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240),
-        "gpu-10m": size(384, 6, 3240, 2e-3),
-        "gpu-25m": size(512, 8, 7500, 1e-3),
-    },
+    sizes={"cpu": CPU, "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=(
         Expectation("FoX (Pro) is below Transformer (Pro), which is below FoX (LLaMA), and that below Transformer "

@@ -1,6 +1,6 @@
 """Forget gates that depend on the data, that are learnt without it, and that are fixed: Figure 7 of FoX's paper."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, PACKAGES, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, size
 from attnzoo.experiments.claims import All, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -35,12 +35,7 @@ EXPERIMENT = Experiment(
         )
     ),
     settings=PACKAGES,
-    sizes={
-        "cpu": CPU,
-        "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240),
-        "gpu-10m": size(384, 6, 3240, 2e-3),
-        "gpu-25m": size(512, 8, 7500, 1e-3),
-    },
+    sizes={"cpu": CPU, "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=tuple(
         Expectation(f"A gate that depends on the data is better than {what}, whatever T_max, in the {block} block.",

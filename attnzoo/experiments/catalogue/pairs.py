@@ -62,6 +62,7 @@ CPU = Size(
     ),
     lrs=(6e-3,), tokens=32768,
 )  # fmt: skip
+LARGER = {"gpu-10m": size(384, 6, 3240, 2e-3), "gpu-25m": size(512, 8, 7500, 1e-3)}
 
 EXPERIMENT = Experiment(
     title="Every pair, on real text",
@@ -81,8 +82,7 @@ EXPERIMENT = Experiment(
     options={"block": "pro"},
     sizes={
         "gpu": size(256, 4, 950, 2e-3, 5e-3, 1e-2, tries=120),
-        "gpu-10m": size(384, 6, 3240, 2e-3),
-        "gpu-25m": size(512, 8, 7500, 1e-3),
+        **LARGER,
         "gpu-rehearsal": size(256, 4, 20, 5e-3),
         "cpu": CPU,
     },

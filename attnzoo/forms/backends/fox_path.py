@@ -182,19 +182,9 @@ def path_kernel() -> Kernel:
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
-        from attnzoo.kernels.common.device import machine
-        from attnzoo.kernels.levels import plan
-
         if call.state is not None and len(call.state):
             return "one fused step over all keys", ""
-        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
-        shortened = bool({"prune", "window"} & call.options.keys())
-        asked = plan.LevelsCall(
-            call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, learns,
-            torch.are_deterministic_algorithms_enabled(), shortened,
-        )  # fmt: skip
-        chosen = plan.plan(asked, machine(call.q.device))
-        return chosen.kernels(expects_gradient(call)), chosen.why
+        return planned(call, shortened=bool({"prune", "window"} & call.options.keys()))
 
     def in_place(state: KVCache, rows: BatchRows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
         from attnzoo.kernels.path import triton_unavailable
@@ -206,6 +196,18 @@ def path_kernel() -> Kernel:
     parts = frozenset({"log_decay", "log_diag", "w", "beta"})
     honours = HONOURED | {"keep_carries"}
     return Kernel(run, extend, refuses, explain, in_place=in_place, parts=parts, honours=honours)
+
+
+def planned(call: Call, shortened: bool) -> tuple[str, str]:
+    """The kernels over levels that serve whole sequences, and why no faster ones do."""
+    from attnzoo.kernels.common.device import machine
+    from attnzoo.kernels.levels.plan import LevelsCall, plan
+
+    learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+    (_, T, _, K), V = call.q.shape, call.v.shape[3]
+    asked = LevelsCall(T, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(), shortened)
+    chosen = plan(asked, machine(call.q.device))
+    return chosen.kernels(expects_gradient(call)), chosen.why
 
 
 def step_inputs(

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
-from attnzoo.algebra.values import records
 from attnzoo.forms.backends.fox_path import (
     HONOURED,
     NO_GRADIENT,
     Output,
     expects_gradient,
     on_whole,
+    planned,
     refused,
     single,
     step_inputs,
@@ -74,19 +74,10 @@ def wall_kernel() -> Kernel:
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
-        from attnzoo.kernels.common.device import machine
-        from attnzoo.kernels.wall import plan
-
         if call.state is not None and len(call.state):
             one = call.q.shape[1] == 1 or _window(call)
             return "a step per token over all keys" if one else "the new tokens, and one pass over all keys", ""
-        needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)
-        asked = plan.LevelsCall(
-            call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, needs_gate_grad,
-            torch.are_deterministic_algorithms_enabled(), shortened="prune" in call.options,
-        )  # fmt: skip
-        chosen = plan.plan(asked, machine(call.q.device))
-        return chosen.kernels(expects_gradient(call)), chosen.why
+        return planned(call, shortened="prune" in call.options)
 
     parts = frozenset({"log_decay", "log_diag"})
     return Kernel(run, extend, refuses, explain, parts=parts, honours=HONOURED)
