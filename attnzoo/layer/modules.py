@@ -97,7 +97,8 @@ class ShortConvolution(nn.Module):
     """A causal convolution over the last ``size`` tokens of each channel, then an activation (Fu et al., 2023; Mamba).
 
     Args:
-        channels: number of channels, each convolved by itself. size: width in tokens.
+        channels: number of channels, each convolved by itself.
+        size: width in tokens.
         bias: a learned bias per channel.
         activation: ``"silu"`` or ``"identity"``.
 

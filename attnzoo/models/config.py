@@ -1,4 +1,4 @@
-"""What a model is made of: sizes, and the attention of each layer."""
+"""The configuration of a model: sizes, and the attention of each layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class LayerSpec:
     """One layer's attention.
 
     Args:
-        name: of the variant.
-        options: given to `build_attention`.
+        name: the variant's name.
+        options: keyword options of `build_attention`.
     """
 
     name: str
@@ -38,8 +38,8 @@ class ModelConfig:
 
     Args:
         attention: the variant of each layer, as above.
-        attention_options: given to `build_attention` for every layer, such as `{window: 512}`; `acp` may be
-            `{eps: 1e-4, bound: tail}` there.
+        attention_options: keyword options of `build_attention` for every layer, such as `{window: 512}`; `acp` may be
+            the mapping `{eps: 1e-4, bound: tail}`.
         hidden_size: D.
         num_layers: blocks.
         num_heads: H, query heads per layer.
@@ -84,7 +84,7 @@ class ModelConfig:
         return -(-8 * self.hidden_size // (3 * 64)) * 64
 
     def layers(self) -> list[LayerSpec]:
-        """What each of the `num_layers` layers is made of.
+        """The variant and options of each of the `num_layers` layers.
 
         Raises:
             ValueError: an entry is neither a name nor a mapping with a name, or the list does not fill the

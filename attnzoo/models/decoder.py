@@ -1,4 +1,4 @@
-"""Embeddings, blocks of RMSNorm, attention and SwiGLU, a final norm and a head."""
+"""The decoder: embeddings, blocks of RMSNorm, attention and SwiGLU, a final norm and a head."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from attnzoo.precision import PreciseModule
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model gives.
+    """The output of a model's call.
 
     Args:
-        logits: `[B, T, vocab_size]`; None where they were not wanted.
+        logits: `[B, T, vocab_size]`; None where they were not computed.
         loss: mean cross-entropy in nats over the targets that count; None without targets.
     """
 
@@ -51,7 +51,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """The MLP's output [..., D] for x [..., D]."""
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
@@ -74,7 +74,7 @@ class DecoderBlock(nn.Module):
         attention_mask: Tensor | None = None,
         cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
+        """The block's output [B, T, D]; `cache` is that of its attention layer."""
         x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
         return x + more
 
@@ -86,7 +86,7 @@ class DecoderBlock(nn.Module):
         attention_mask: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of x + more, as two that are still to be added: compiled, a sum and its norm are one kernel."""
+        """`forward` of x + more, returned as two summands: torch.compile then fuses their sum with the next norm."""
         x = x if more is None else x + more
         attended = self.attention(
             self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
@@ -100,16 +100,16 @@ class DecoderBlock(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
-    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for what a `PreciseModule` of an
-    attention keeps precise (biases of gates), which has the initialisation of its own. With `recompute = True` a block
-    keeps only what it was given, and computes its inside again in the backward pass; not beside a cache, which it has
-    changed by then.
+    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that a
+    `PreciseModule` keeps in float32 (biases of gates), which are initialised by their own module. With
+    `recompute = True` a block keeps only its input for the backward pass and computes the rest again; this is refused
+    beside a cache, which the first computation has changed.
 
     Args:
-        config: its sizes and the variant of each layer.
+        config: sizes and the variant of each layer.
 
     Raises:
-        TypeError: no ModelConfig.
+        TypeError: `config` is no ModelConfig.
         ValueError: a variant or one of its options does not exist.
     """
 
@@ -147,30 +147,31 @@ class LanguageModel(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding, and not only as the configuration asks."""
+        """Whether head and embedding are one parameter, which the configuration asks for but a user may have
+        changed."""
         return getattr(self.head, "weight", None) is self.embedding.weight
 
     def untie(self, head: Tensor) -> None:
-        """Give the model a head of its own, which `config` says from now on."""
+        """Replace the tied head by `head`, and set `config.tie_embeddings` to False."""
         self.config = replace(self.config, tie_embeddings=False)
         self.head.weight = nn.Parameter(head)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         tied = self.tied
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if tied and not self.tied:  # to_empty makes two of them
+        if tied and not self.tied:  # to_empty makes two parameters
             self.head.weight = self.embedding.weight
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module; tied embeddings stay tied.
+        """Load weights as every module does; tied embeddings stay tied.
 
         Raises:
-            ValueError: they are two matrices in `state_dict`.
+            ValueError: the embeddings are tied, but `state_dict` has different matrices for embedding and head.
         """
         tied = self.tied
         embedding, head = (cast(Tensor, state_dict.get(f"{name}.weight")) for name in ("embedding", "head"))
-        plain = all(type(x) in (Tensor, nn.Parameter) for x in (embedding, head))  # no shares of a sharded one
+        plain = all(type(x) in (Tensor, nn.Parameter) for x in (embedding, head))  # not sharded
         checked = tied and plain and embedding is not head and not (embedding.is_meta or head.is_meta)
         if checked and embedding.shape == head.shape and not torch.equal(embedding.to(head), head):
             raise ValueError("head.weight: expected the embedding (config.tie_embeddings), got another matrix")
@@ -188,17 +189,17 @@ class LanguageModel(nn.Module):
         cache: list[LayerCache] | None = None,
         with_logits: bool = True,
     ) -> ModelOutput:
-        """Predict each next token.
+        """The logits of each next token, and with targets the loss.
 
         Args:
             input_ids: integers [B, T].
-            targets: integers [B, T]; `targets[b, t]` is what position t should predict (the token after it:
-                nothing is shifted here), or -100 where nothing is asked.
+            targets: integers [B, T]; `targets[b, t]` is the token that position t should predict (the one after it:
+                nothing is shifted here), or -100 where it does not count.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
-            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces. A call that
-                fails leaves it as it was.
-            with_logits: False, with targets, gives the loss alone and never holds the logits of all tokens.
+            cache: from `new_cache`; extended in place, so that calls continue a sequence. A call that fails does not
+                change it.
+            with_logits: False, with targets, returns the loss alone and never holds the logits of all tokens.
 
         Raises:
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
@@ -235,13 +236,15 @@ class LanguageModel(nn.Module):
         recompute: Callable[..., Tensor] | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """What the head reads, [B, T, D]; the arguments of :meth:`forward`, and
+        """The head's input [B, T, D], the hidden states after the last norm, by the arguments of :meth:`forward` and
+        these.
 
         Args:
             embedded: [B, T, D] instead of `input_ids`.
             recompute: `recompute(block, x, **arguments)` runs a block and computes it again in the backward pass
-                instead of keeping what is inside it, as `torch.utils.checkpoint.checkpoint` does; None keeps.
-            states: a list that gets what each block takes, and the result.
+                instead of keeping its intermediate tensors, as `torch.utils.checkpoint.checkpoint` does; None keeps
+                them.
+            states: a list to which each block's input and the result are appended.
 
         Raises:
             ValueError: shapes or dtypes other than these.
@@ -264,10 +267,11 @@ class LanguageModel(nn.Module):
     def check_tokens(
         self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
     ) -> None:
-        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone.
+        """Raise where `tokens` are not integers [B, T], T >= 1, of the vocabulary; `ignored` may be some of them, not
+        all.
 
         Raises:
-            TypeError, ValueError: others, named `name`.
+            TypeError, ValueError: other tokens; the message names the argument `name`.
         """
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
@@ -291,10 +295,10 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
     def check_there(self, name: str, tokens: Tensor) -> None:
-        """A dense tensor, of a device that holds numbers where the model's does.
+        """Raise where `tokens` is no dense tensor on a device that fits the model's: both meta or neither.
 
         Raises:
-            ValueError: another, named `name`.
+            ValueError: another tensor; the message names the argument `name`.
         """
         if tokens.layout != torch.strided:
             raise ValueError(f"{name}: expected a dense tensor, got {tokens.layout}")
@@ -305,12 +309,12 @@ class LanguageModel(nn.Module):
         """An empty cache for one batch of sequences, one entry per layer.
 
         Args:
-            evict: give up keys of the layers whose heads forget, or that have a window; the others keep all they need.
-                See :meth:`attnzoo.layer.attention.Attention.new_cache`.
-            budget: what each layer that forgets may hold, likewise.
+            evict: evict keys of the layers with forget gates or a window; other layers hold all their keys. See
+                :meth:`attnzoo.layer.attention.Attention.new_cache`.
+            budget: tokens or memory that each layer with One-Pass Forgetting may hold; see there.
 
         Raises:
-            ValueError: no layer can, or one has no QK-norm, whose weights bound later queries.
+            ValueError: no layer can evict, or one that should has no QK-norm, whose weights bound later queries.
         """
         layers = self.attentions()
         if budget is not None and not any(layer.forget is not None for layer in layers):
@@ -340,14 +344,14 @@ class LanguageModel(nn.Module):
         evict: float | str | Evict | None = None,
         budget: int | str | None = None,
     ) -> Tensor:
-        """Continue sequences, one cached step per token.
+        """The sequences with sampled continuations, by one cached step per token.
 
         Args:
             input_ids: prompts of one length, integers [B, T].
-            max_new_tokens: how many tokens follow.
+            max_new_tokens: tokens to generate per sequence.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample among the k likeliest; None for all.
-            generator: of the random draws; None for torch's global one.
+            generator: the source of random draws; None for torch's global one.
             evict, budget: as :meth:`new_cache` takes them.
 
         Returns:
@@ -381,13 +385,13 @@ class LanguageModel(nn.Module):
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """[B, vocab] -> [B, 1]."""
+    """A token sampled from each row of the logits [B, vocab], [B, 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # a small temperature then overflows to -inf, never inf
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -396,7 +400,7 @@ def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
 
 
 def _from_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with `acp: {eps: 1e-4}` and `forgetting: {window: 8}`, the way that a file spells them, as objects."""
+    """Layer options with a file's mappings (`acp: {eps: 1e-4}`, `forgetting: {window: 8}`) turned into objects."""
     made: dict[str, Any] = {}
     for option, kind in (("acp", Prune), ("forgetting", Forgetting)):
         given = options.get(option)
@@ -410,7 +414,7 @@ def _from_file(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
-    """For `with`, once the cache has been checked."""
+    """The context that restores all layers' caches if a call fails, after checking that the cache fits."""
     if cache is None:
         return AllOrNone(())
     if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):

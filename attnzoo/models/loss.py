@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # a target that does not count
-LOGITS = 2**27  # held at a time: 512 MiB in float32
-ALIGNED = 64  # rows of a head that a GPU multiplies by at its full speed
+LOGITS = 2**27  # logits held at a time: 512 MiB in float32
+ALIGNED = 64  # the head is padded to a multiple of rows for a GPU's full speed
 
 
 def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
-    """Sum of the cross-entropies in nats of the first ``vocab`` columns of ``x @ weight.T``.
+    """The sum of the cross-entropies in nats of the logits ``x @ weight.T``, of which the first ``vocab`` columns
+    count.
 
     Args:
         x: [n, D].
         weight: [at least vocab, D].
-        targets: int64 [n], -100 where nothing is asked.
+        targets: int64 [n], -100 where a row does not count.
         vocab: size of the vocabulary.
     """
     logits = F.linear(x, weight)[:, :vocab].float()  # [n, vocab]
@@ -30,18 +31,18 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor
 def head_loss(
     x: Tensor, weight: Tensor, targets: Tensor, limit: int = LOGITS, chunk: Callable[..., Tensor] = chunk_loss
 ) -> Tensor:
-    """Mean cross-entropy in nats of ``x @ weight.T`` over the targets that count.
+    """The mean cross-entropy in nats of the logits ``x @ weight.T`` over the targets that count.
 
     Above ``limit`` logits, rows are taken in chunks of one size whose logits are computed again in the backward pass,
-    so that no more than one chunk's are ever held. On a GPU the weight gets rows of zeros up to a multiple of 64:
-    a vocabulary of 50257 would be multiplied at a quarter of the speed.
+    so that no more than one chunk's are ever held. On a GPU the weight gets rows of zeros up to a multiple of 64: a
+    product with 50257 rows would run at a quarter of the speed.
 
     Args:
-        x: what the head reads, [N, D].
-        weight: of the head, [vocab, D].
-        targets: integers [N], -100 where nothing is asked.
-        limit: how many logits may be held.
-        chunk: :func:`chunk_loss`, or a compiled one.
+        x: the head's input, [N, D].
+        weight: the head's weight, [vocab, D].
+        targets: integers [N], -100 where a row does not count.
+        limit: the most logits to hold at a time.
+        chunk: :func:`chunk_loss`, or a compiled version.
     """
     targets, vocab, N = targets.long(), weight.shape[0], len(x)
     if x.is_cuda:

@@ -1,6 +1,6 @@
-"""Models of published sizes by name, with the recipe they were trained by: ``fox-pro-760m``, ``deltanet-125m``, ...
+"""Presets: models of published sizes and their training recipes by name: ``fox-pro-760m``, ``deltanet-125m``, ...
 
-The sizes and recipes stand in ``presets.toml``.
+The sizes and recipes are in ``presets.toml``.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from attnzoo.models.decoder import LanguageModel
 
 TABLE = Path(__file__).parent / "presets.toml"
-OWN = "own"  # the block of a model whose name says none
+OWN = "own"  # the block of a model whose name has none
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model was trained.
+    """The published recipe by which a model was trained.
 
     Args:
-        tokens: in all.
+        tokens: training tokens.
         context_length: tokens of a sequence.
-        sequences: of a step.
-        lr: the peak, after a linear warm-up and before a cosine to 0.
-        warmup_tokens: of the warm-up.
-        beta1: of AdamW.
-        beta2: of AdamW.
-        weight_decay: of AdamW.
-        clip_norm: longest gradient.
-        source: where this stands.
+        sequences: sequences per step.
+        lr: the peak learning rate, after a linear warm-up and before a cosine to 0.
+        warmup_tokens: tokens of the warm-up.
+        beta1: AdamW's beta1.
+        beta2: AdamW's beta2.
+        weight_decay: AdamW's weight decay.
+        clip_norm: the norm to which gradients are clipped.
+        source: the publication.
     """
 
     tokens: int
@@ -51,18 +51,18 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Updates of the weights."""
+        """The number of updates of the weights."""
         return self.tokens // (self.context_length * self.sequences)
 
     @property
     def warmup_steps(self) -> int:
-        """Those of the warm-up."""
+        """The number of updates of the warm-up."""
         return self.warmup_tokens // (self.context_length * self.sequences)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model by name.
+    """A preset: a named model and its recipe.
 
     Args:
         name: as in :func:`names`.
@@ -75,7 +75,8 @@ class Preset:
     recipe: Recipe
 
     def train_settings(self) -> dict[str, Any]:
-        """What differs from the defaults of :class:`attnzoo.training.config.TrainConfig`, nested as in a file.
+        """The fields that differ from the defaults of :class:`attnzoo.training.config.TrainConfig`, nested as in a
+        file.
 
         One sequence is computed at a time, in bfloat16 beside float32 weights.
         """
@@ -102,7 +103,7 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def _parsed() -> dict[str, tuple[str, str, str]]:
-    """name -> (model, block, size)."""
+    """A dict from each preset's name to (model, block, size)."""
     from attnzoo.registry import list_variants
 
     table = _table()
@@ -116,7 +117,7 @@ def _parsed() -> dict[str, tuple[str, str, str]]:
 
 
 def names() -> tuple[str, ...]:
-    """All presets: models in blocks in sizes."""
+    """The names of all presets, one per model, block and size."""
     return tuple(_parsed())
 
 
@@ -124,7 +125,7 @@ def preset(name: str) -> Preset:
     """The preset of that name.
 
     Raises:
-        ValueError: there is none; the message says what a name is made of, and the nearest one.
+        ValueError: no such preset; the message explains the names and gives the nearest one.
     """
     if name not in _parsed():
         close = nearest(name, names())
@@ -150,7 +151,7 @@ def preset(name: str) -> Preset:
 
 
 def _serving(attention: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options without those that the layer has no use for: unit keys have no norm whose weights could be shared."""
+    """The options without `qk_norm_shared` where the layer's unit keys have no norm with weights to share."""
     if attention is None or not options.get("qk_norm_shared"):
         return options
     from attnzoo.layer.gates import gate_classes
@@ -166,10 +167,10 @@ def build(name: str, **changes: Any) -> LanguageModel:
 
     Args:
         name: of a preset.
-        changes: fields of :class:`~attnzoo.models.config.ModelConfig` to set otherwise, such as ``vocab_size``.
+        changes: fields of :class:`~attnzoo.models.config.ModelConfig` to override, such as ``vocab_size``.
 
     Raises:
-        ValueError: no such preset, or a value that cannot be.
+        ValueError: no such preset, or a value out of range.
         TypeError: no such field.
     """
     from attnzoo.models.decoder import LanguageModel
@@ -178,7 +179,8 @@ def build(name: str, **changes: Any) -> LanguageModel:
 
 
 def parameters(name: str) -> dict[str, int]:
-    """How many parameters the model has: ``all``, and ``without_embedding``, which counts the head (no memory used)."""
+    """The numbers of parameters, computed without allocating: ``all``, and ``without_embedding``, which counts the
+    head."""
     import torch
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A batch of sequences, what each layer remembers of them, and one step of the whole model; on a GPU one CUDA graph."""
+"""A batch of sequences with the in-place caches of all layers, and one step of the whole model as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ COUNTED = 64  # rows
 
 
 class Batch:
-    """Sequences side by side, on tensors that stay where they are.
+    """B sequences in fixed tensors, which steps change in place.
 
     Args:
         model: in evaluation mode.
-        size: B, how many rows there are.
+        size: B, the number of rows.
         max_tokens, evict, budget, compile, fuse: see :class:`~attnzoo.models.generation.engine.Generator`.
         graph: whether a step is captured as a CUDA graph.
 
     Attributes:
-        rows: which of them hold a sequence, and its length.
-        tokens: the last token of each row, ``[B]`` int64, which its caches have not seen.
-        proposals: what a step of several tokens checks.
-        torn: whether some layers have seen the tokens of a step and others have not; no step can follow then.
+        rows: the rows' lengths, and which hold a sequence.
+        tokens: the last token of each row, ``[B]`` int64, which is not in the caches yet.
+        proposals: the proposed tokens that a step of several tokens checks.
+        torn: whether a step failed after some layers had taken its tokens; no step can follow then.
 
     Raises:
-        ValueError: a variant that offers no memory of fixed size.
+        ValueError: a variant without in-place steps.
         MemoryError: see :class:`~attnzoo.models.generation.engine.Generator`.
     """
 
@@ -67,15 +67,15 @@ class Batch:
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
         self.torn = False
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (sampler's needs, tokens of a step)
         self._places: list[int] = []
-        self._longest = 1  # tokens of a step for which there is room
+        self._longest = 1  # tokens of a step that the caches are ready for
         if graph:
             self._warm_up(GREEDY, 1, 2)
 
     @torch.no_grad()
     def _layers(self, size: int, max_tokens: int, fuse: bool) -> list[tuple[Attention, LayerCache]]:
-        """The layers, each with its cache as one token fills it; there is room for those of all rows."""
+        """The attention layers, each with its cache after one token; checks that the caches of all rows fit."""
         like = self.model.new_cache(self.evict, self.budget)
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         if fuse:
@@ -85,14 +85,14 @@ class Batch:
         layers = list(zip(self.model.attentions(), like, strict=True))
 
         def needed(rows: int) -> tuple[int, int]:
-            """Bytes of the caches of so many rows and, beside them, of a step."""
-            if rows > COUNTED:  # no table of so many is made before there is known to be room for it
+            """Bytes of the caches of ``rows`` rows, and temporary bytes of a step."""
+            if rows > COUNTED:  # extrapolate, as the tables of many rows might not fit
                 (total, beside), (before, besides) = needed(COUNTED), needed(COUNTED - 1)
                 more = rows - COUNTED
                 return total + more * (total - before), beside + more * (beside - besides)
             idle = BatchRows.idle(rows, self.device)
             meta = [FixedCache.of(layer, one, idle, max_tokens, "meta") for layer, one in layers]
-            return _bytes(meta), max(cache.workspace() for cache in meta)  # one layer after the other
+            return _bytes(meta), max(cache.workspace() for cache in meta)  # layers run one after the other
 
         total, beside = needed(size)
         what = f"caches of {size} sequences of {max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
@@ -100,14 +100,14 @@ class Batch:
         return layers
 
     def bytes(self) -> int:
-        """Memory of the caches."""
+        """Bytes of the caches."""
         return _bytes(self.caches)
 
     def begin(self, row: int, request: Request) -> None:
-        """An idle row gets what the request begins with, and the token that follows it.
+        """Prefill an idle row with the request's tokens, and draw the token that follows.
 
         Raises:
-            MemoryError: there is no room for it now; the row is idle as before.
+            MemoryError: its keys do not fit now; the row stays idle.
         """
         for product in self.products:
             product.refresh()
@@ -130,7 +130,7 @@ class Batch:
         self._check_places()
 
     def end(self, row: int) -> list[list[int] | None]:
-        """The row is idle again; by layer, how many keys each of its key heads had, None for a layer without keys."""
+        """Free the row; return by layer how many keys each key head held, None for a layer without keys."""
         kept = [cache.memory.kept(row) for cache in self.caches]
         for cache in self.caches:
             cache.clear(row)
@@ -138,10 +138,10 @@ class Batch:
         return kept
 
     def step(self, rows: Sequence[int], needs: int) -> None:
-        """These rows, all that hold a sequence, get their next tokens.
+        """Draw the next token of ``rows``, which are all rows that hold a sequence.
 
         Args:
-            needs: the most that one of them asks of its sampler.
+            needs: the largest :attr:`~attnzoo.models.generation.sampling.Sampling.needs` of these rows.
 
         Raises:
             MemoryError: see :meth:`~attnzoo.models.generation.engine.Generator.step`.
@@ -151,10 +151,10 @@ class Batch:
             self.rows.lengths[row] += 1
 
     def check(self, rows: Sequence[int], needs: int, tokens: int) -> tuple[list[int], list[list[int]]]:
-        """A step of several tokens of each row: its last one, and those that :attr:`proposals` were offered.
+        """Run a step of several tokens per row: the last token and the proposed ones.
 
         Returns:
-            By row, how many of the tokens drawn count, and the tokens drawn.
+            By row, how many of the drawn tokens count, and the drawn tokens.
 
         Raises:
             MemoryError: as :meth:`step`.
@@ -192,13 +192,13 @@ class Batch:
         self.graphs[key].replay()
 
     def _check_places(self) -> None:
-        """Forget the graphs if tensors have been replaced since they were captured."""
+        """Discard the CUDA graphs if tensors have been replaced since they were captured."""
         places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
         if places != self._places:
             self.graphs, self._places = {}, places
 
     def _forward(self, needs: int) -> None:
-        """One step of the whole model; changes only tensors that stay where they are."""
+        """One step of the whole model, which changes fixed tensors in place."""
         T, tokens = self.rows.tokens, self.tokens[:, None]
         x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
         more = torch.zeros_like(x)
@@ -215,7 +215,7 @@ class Batch:
         self.rows.length += self.proposals.kept
 
     def _warm_up(self, *needs: int) -> None:
-        """Compile what is compiled on its first call; the rows are idle for it, so nothing is lost."""
+        """Run a step with idle rows, so that functions that compile at their first call do."""
         side, active, tokens = torch.cuda.Stream(self.device), self.rows.active.clone(), self.tokens.clone()
         self.rows.active.zero_()
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -237,8 +237,8 @@ class Batch:
 
 
 def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache) -> tuple[Tensor, Tensor]:
-    """A block after ``x + more``, as two that are still to be added."""
-    if block._forward_hooks or block._forward_pre_hooks:  # they are to see the sums
+    """A block's output for ``x + more``, as two summands."""
+    if block._forward_hooks or block._forward_pre_hooks:  # hooks must see the sums
         return block(x + more, cache=cache), torch.zeros_like(x)
     return cast(DecoderBlock, block).apart(x, more, cache=cache)
 

@@ -1,4 +1,4 @@
-"""Generation at the speed of the device: a step of the whole model is one CUDA graph, and sequences come and go."""
+"""Generation for many sequences with continuous batching, where a step of the whole model is one CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class Generator:
-    """Continues many sequences at a time, each as it would be alone.
+    """A generator that continues many sequences at a time, each as it would be alone.
 
-    All memory is taken at the start. A step draws one token of every sequence; on a GPU it is one CUDA graph. A new
-    sequence is prefilled by itself and joins the batch, a finished one leaves it.
+    All memory is allocated at the start, unless keys are evicted. A step draws one token of every sequence; on a GPU it
+    is one CUDA graph. A new sequence is prefilled by itself and joins the batch, a finished one leaves it.
 
     Args:
-        model: put into evaluation mode. Its weights may change in place, and must stay where they are.
+        model: put into evaluation mode. Its weights may change in place, but must not be replaced.
         max_sequences: B, rows of the batch; further sequences wait until one leaves.
         max_tokens: of the longest sequence, its prompt included.
         check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known

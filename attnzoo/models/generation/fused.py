@@ -1,4 +1,4 @@
-"""Linear maps of one input as one product, for steps of few rows, whose time is that of reading the weights."""
+"""Linear maps of one input fused into one product, for steps of few rows, which are bound by reading weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from attnzoo.precision import GateLinear
 
 
 class StackedMaps:
-    """The weights of several linear maps, one above the other: a copy.
+    """A stacked copy of the weights of several linear maps.
 
     Args:
-        maps: in the order in which they are called.
+        maps: the maps, in the order in which they are called.
     """
 
     def __init__(self, maps: Sequence[nn.Linear]) -> None:
@@ -29,17 +29,18 @@ class StackedMaps:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over weights that have been changed in place; torch counts no changes that are made by their `data`."""
+        """Copy the weights again, as they may have been changed in place; changes through `.data` cannot be
+        detected."""
         for rows, one in zip(self.weight.split(self.sizes), self.maps, strict=True):
             rows.copy_(one.weight)
 
 
 class StackedMap(nn.Module):
-    """Stands for one map of a product; the first of them multiplies for all.
+    """A replacement of one of several stacked maps; the first one called multiplies for all.
 
     Args:
-        product: of several maps.
-        place: its own.
+        product: the stacked maps.
+        place: the index of this one.
     """
 
     def __init__(self, product: StackedMaps, place: int) -> None:
@@ -47,23 +48,23 @@ class StackedMap(nn.Module):
         self.product, self.place, self.bias = product, place, product.maps[place].bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., outputs]."""
+        """The map's output [..., outputs] for x [..., D]."""
         y = self.unbiased(x)
         return y if self.bias is None else y + self.bias
 
     def unbiased(self, x: Tensor) -> Tensor:
-        """Without its bias."""
+        """The map's output without its bias."""
         if self.place == 0:
             self.product.given = F.linear(x, self.product.weight).split(self.product.sizes, -1)
         return self.product.given[self.place]
 
 
 def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.Module], list[StackedMaps]]:
-    """Blocks with the same parameters in which maps of one input are one product, and these products.
+    """Copies of the blocks, with shared parameters, in which maps of one input are stacked; and the stacked maps.
 
     Args:
-        blocks: stay as they are.
-        run: calls each of them once, as their steps do.
+        blocks: the blocks, which are not changed.
+        run: a function that calls each block once, as a step does.
 
     Raises:
         MemoryError: the copies of the weights do not fit into the memory of the device.
@@ -79,9 +80,9 @@ def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.M
 
 
 def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[nn.Linear]]:
-    """Linear maps that read one and the same tensor while ``run`` calls them, in that order.
+    """Groups of linear maps that read the same tensor while ``run`` calls the blocks, in the order of their calls.
 
-    Maps of another class (quantised ones), with hooks, with sharded weights, and those called twice are left out.
+    Left out are maps of another class (quantised ones), with hooks or sharded weights, and those called twice.
     """
     seen: list[tuple[Tensor, list[nn.Linear]]] = []
 
@@ -111,7 +112,7 @@ def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[l
 
 
 def _twin(module: nn.Module, parts: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """``module`` with the same parameters, and ``parts`` in their places."""
+    """A copy of ``module`` with the same parameters, in which ``parts`` replace submodules."""
     if module in parts:
         return parts[module]
     twin = copy.copy(module)

@@ -1,4 +1,4 @@
-"""Tokens that something cheaper than the model proposes, checked several at a time."""
+"""Speculative decoding: tokens proposed by a cheap draft, checked several at a time by the model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.request import Request
 from attnzoo.models.generation.sampling import Samplers
 
-Draft = Callable[[Request], Sequence[int]]  # what may follow a sequence's tokens so far
+Draft = Callable[[Request], Sequence[int]]  # a request -> tokens that may follow
 
 
 @dataclass(eq=False)
 class Proposals:
-    """What is proposed for each row of a batch, and what was found of it; all tensors stay where they are.
+    """The proposed tokens of each row of a batch and the model's draws, in fixed tensors.
 
     Args:
-        given: tokens that may follow, ``[B, 15]`` int64.
-        counts: how many of them there are, ``[B]`` int64.
-        drawn: what the model draws after each of them, and before the first, ``[B, 16]`` int64.
-        kept: tokens of the step that count: the last known one and those that were drawn as proposed, ``[B]`` int64.
+        given: proposed tokens, ``[B, 15]`` int64.
+        counts: number of proposed tokens, ``[B]`` int64.
+        drawn: tokens that the model draws after the last known token and after each proposed one, ``[B, 16]`` int64.
+        kept: number of the step's tokens that count: the last known one and the accepted proposals, ``[B]`` int64.
     """
 
     given: Tensor
@@ -42,7 +42,7 @@ class Proposals:
         return Proposals(given[:, 1:].contiguous(), drawn[:, 0] * 0, drawn, drawn[:, 0] * 0)
 
     def offer(self, offered: Mapping[int, Sequence[int]], vocabulary: int) -> int:
-        """Note them, by row; how many tokens a step takes that checks them, with the last known one.
+        """Store the proposed tokens by row; return how many tokens a step must take to check them all.
 
         Raises:
             ValueError: tokens beyond the vocabulary.
@@ -63,10 +63,10 @@ class Proposals:
         return 1 + longest
 
     def judge(self, logits: Tensor, samplers: Samplers, active: Tensor, needs: int) -> Tensor:
-        """Draw after each token as if it were there, and keep those that agree; the last token drawn of each row.
+        """Draw after each token of a step, accept the proposals that agree, and return each row's last drawn token.
 
-        A draw depends on the sequence, its seed and how many were drawn before. So what is kept is what would have
-        been drawn without proposals, and no distribution is changed.
+        A draw depends on the sequence, its seed and the number of earlier draws. So the accepted tokens are those that
+        would have been drawn without proposals.
 
         Args:
             logits: ``[B, T, vocab]``.
@@ -85,11 +85,11 @@ class Proposals:
 
 
 def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
-    """Proposes what followed the last ``ngram`` tokens, or fewer, where they stood before: for texts that repeat.
+    """A draft that proposes the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
     Args:
-        tokens: at most so many are proposed.
-        ngram: the longest piece that is looked for; the latest place of the longest one counts.
+        tokens: the most tokens to propose.
+        ngram: the most last tokens to look up; the longest match counts, and of equal ones the latest.
 
     Raises:
         TypeError, ValueError: no whole number, or one below 1.
@@ -110,11 +110,11 @@ def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
 
 
 def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
-    """Proposes what a smaller model holds for the likeliest, with a cache of its own for each sequence.
+    """A draft that proposes a smaller model's likeliest tokens, with its own cache for each sequence.
 
     Args:
-        model: with the tokens of the larger one, in evaluation mode.
-        tokens: so many are proposed.
+        model: the smaller model, with the same vocabulary, in evaluation mode.
+        tokens: the number of tokens to propose.
 
     Raises:
         TypeError, ValueError: another model, no whole number, or one below 1.
@@ -128,7 +128,7 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
     def draft(request: Request) -> list[int]:
         known = [*request.prompt, *request.tokens]
         cache, seen, last = caches.get(request) or (model.new_cache(), 0, [])
-        if seen == len(known):  # the step that asked before has failed
+        if seen == len(known):  # the step that asked last has failed
             return last
         step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
         likeliest = model.head(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]

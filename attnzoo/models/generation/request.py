@@ -19,19 +19,18 @@ class Request:
     """One sequence of a :class:`Generator`.
 
     Args:
-        id: what :meth:`Generator.add` gave.
-        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
-            None once it is in the batch.
-        length: how many tokens that is, the one that follows not among them.
-        prompt: its tokens, or the one that follows the caches.
-        max_new_tokens: how many may follow.
-        sampling: how they are drawn.
-        stop: tokens that end it.
-        tokens: those that followed and are known, the one that ended it among them.
-        left: steps before the last of them is drawn.
-        done: whether all that there will be are known.
-        read: how many tokens its caches had seen in the end.
-        kept: by layer, how many keys each of its key heads had then; None for a layer without keys.
+        id: the number that :meth:`Generator.add` returned.
+        start: the prompt's tokens ``[T]``, or filled caches and the next token; None once the request is in the batch.
+        length: tokens of the prompt, or tokens in the caches.
+        prompt: the prompt's tokens, or the token that follows the caches.
+        max_new_tokens: the most tokens to generate.
+        sampling: how tokens are drawn.
+        stop: tokens that end the sequence.
+        tokens: generated tokens that the host knows, with the one that ended the sequence.
+        left: tokens still to be drawn.
+        done: whether all generated tokens are known.
+        read: tokens in the caches when the sequence ended.
+        kept: by layer, the keys that each key head held at the end; None for a layer without keys.
     """
 
     id: int
@@ -49,10 +48,10 @@ class Request:
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
-    """``values`` as integers: of Python, of numpy or tensors.
+    """``values``, which may be Python or numpy integers or tensors, as Python ints.
 
     Raises:
-        TypeError: others, named ``name``.
+        TypeError: other values; the message names the argument ``name``.
     """
     if not isinstance(values, Iterable):
         raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}")
@@ -66,10 +65,10 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """``cache`` is what ``layers`` remember of the beginning of one sequence.
+    """Raise where ``cache`` does not hold the beginning of one sequence in the caches of ``layers``.
 
     Raises:
-        TypeError, ValueError: it is not; see :meth:`Generator.resume`.
+        TypeError, ValueError: another cache; see :meth:`Generator.resume`.
     """
     if not isinstance(cache, list) or not all(isinstance(one, LayerCache) for one in cache):
         raise TypeError(f"cache: expected a list of LayerCache, as new_cache() gives it, got {type(cache).__name__}")
@@ -92,7 +91,7 @@ def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -
 
 @dataclass(eq=False)
 class Drawn:
-    """Tokens on their way to the host: which request each row of each step belongs to."""
+    """Drawn tokens on their way to the host, and the request of each row at each step."""
 
     values: Tensor  # [steps, B]
     rows: list[list[tuple[int, Request]]]

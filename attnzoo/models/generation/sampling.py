@@ -1,4 +1,4 @@
-"""Sampling on the device: each row by settings and random numbers of its own, whatever the other rows are."""
+"""Sampling on the device: each row has its own settings and random numbers, independent of other rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import check_kinds
 
-GREEDY, PLAIN, FILTERED = range(3)  # what a step must be able to do: take the likeliest, sample, sample among some
+GREEDY, PLAIN, FILTERED = range(3)  # kinds of sampling: argmax, all tokens, top-k or top-p
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one sequence are drawn.
+    """The sampling settings of one sequence.
 
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest; None for all.
-        top_p: of these, sample among the fewest likeliest that have at least this share of their probability (Holtzman
+        top_p: of these, sample among the fewest likeliest tokens with at least this share of the probability (Holtzman
             et al., 2020).
-        seed: of the draws; the same prompt and seed give the same tokens.
+        seed: seed of the draws; the same prompt and seed give the same tokens.
 
     Raises:
         ValueError: a number out of its range.
@@ -47,7 +47,7 @@ class Sampling:
 
     @property
     def needs(self) -> int:
-        """``GREEDY``, ``PLAIN`` or ``FILTERED``."""
+        """The kind of sampling: ``GREEDY``, ``PLAIN`` or ``FILTERED``."""
         if self.temperature == 0:
             return GREEDY
         return PLAIN if self.top_k is None and self.top_p == 1 else FILTERED
@@ -55,11 +55,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class Samplers:
-    """The settings of B rows on the device, and how many tokens each has drawn.
+    """The sampling settings of B rows on the device, and the number of tokens that each has drawn.
 
     Args:
         temperature: ``[B]`` float32.
-        top_k: ``[B]`` int64; the size of the vocabulary for all.
+        top_k: ``[B]`` int64; the vocabulary's size where no filter is set.
         top_p: ``[B]`` float32.
         seed: ``[B]`` int64.
         drawn: ``[B]`` int64.
@@ -79,10 +79,11 @@ class Samplers:
         )
 
     def set(self, row: int, sampling: Sampling, vocabulary: int) -> None:
-        """Row ``row`` begins to draw anew, by these settings."""
+        """Set the settings of row ``row`` and restart its draws."""
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k or vocabulary
-        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else torch.inf  # rounded sums may reach 1
+        # a rounded sum may reach 1 before the last token
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else torch.inf
         self.seed[row] = sampling.seed
         self.drawn[row] = 0
 
@@ -103,7 +104,7 @@ class Samplers:
         likeliest = logits.argmax(-1)
         if needs != GREEDY:
             logits = logits.float()
-            logits = logits - logits.amax(-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
+            logits = logits - logits.amax(-1, keepdim=True)  # a small temperature then overflows to -inf, never inf
             heat = torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
             p = (logits / heat).softmax(-1, dtype=torch.float64)
             if needs == FILTERED:
@@ -113,7 +114,8 @@ class Samplers:
                 sums = running_sum(sizes, -1)
                 out = below | (sums - sizes >= self.top_p[:, None] * sums[:, -1:])
                 p = p.masked_fill(out.scatter(-1, order, out), 0.0)
-            mass = running_sum(p, -1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
+            # in the vocabulary's order, so that rows without a filter draw as in a PLAIN step
+            mass = running_sum(p, -1)
             at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
             sampled = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)[:, 0]
             likeliest = torch.where(self.temperature > 0, sampled, likeliest)
@@ -122,16 +124,16 @@ class Samplers:
 
 
 def uniform(seed: Tensor, number: Tensor) -> Tensor:
-    """Random numbers in [0, 1) in float64, one for each pair of a seed and a running number, int64 both.
+    """Random numbers in [0, 1), float64, one for each int64 pair of a seed and a running number.
 
-    They depend on nothing else: SplitMix64 (Steele et al., 2014) of the two, its upper 48 bits.
+    They are the upper 48 bits of SplitMix64 (Steele et al., 2014) of the pair.
     """
     x = _mixed(seed * -7046029254386353131) + (number + 1) * -7046029254386353131
     return (_mixed(x) >> 16 & (1 << 48) - 1).double() * 2.0**-48
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser; int64 arithmetic wraps, and shifts are made unsigned."""
+    """SplitMix64's finaliser of x, in wrapping int64 arithmetic with unsigned shifts."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
     return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,4 +1,4 @@
-"""The memory of the layers behind Hugging Face's `Cache`."""
+"""The layers' caches behind Hugging Face's `Cache` interface."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.hf.config import CACHE_NAMES
 
-NAME = CACHE_NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]  # by which this release passes it around
+# the installed transformers' name for a cache
+NAME = CACHE_NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]
 
 
 class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
     """One layer's :class:`attnzoo.layer.stream.LayerCache`, with the methods that `generate` calls.
 
-    Nothing outside the layer reads its keys, so :meth:`update` is refused.
+    Only the layer reads and writes its keys, so :meth:`update` is refused.
 
     Args:
-        memory: from `Attention.new_cache`.
+        memory: a cache from `Attention.new_cache`.
     """
 
     is_sliding = False
@@ -34,17 +35,18 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the last tokens can be taken back: not where a convolution or a shift has kept only its window."""
+        """Whether :meth:`crop` can take the last tokens back; not where a convolution or shift has kept only its
+        window."""
         return not self.memory.windows
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what can be taken back is always kept."""
+        """Do nothing: the cache can always be cropped where its layer allows it."""
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to do: the layer fills its memory."""
+        """Do nothing: the layer fills its cache."""
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Refused: keys and values are added by the layer itself.
+        """Raise, as only the layer adds keys and values.
 
         Raises:
             TypeError: always.
@@ -52,22 +54,22 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         raise TypeError("update: a layer of attnzoo extends its own memory; give the cache to the model's forward")
 
     def get_seq_length(self, *_: Any) -> int:
-        """Tokens seen, padding included."""
+        """The number of tokens seen, padding included."""
         return 0 if self.memory.state is None else len(self.memory.state)
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """-1, as the cache grows without limit."""
         return -1
 
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Length and offset of a mask over past and new tokens."""
+        """The length and offset of a mask over past and new tokens."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.get_seq_length() + new, 0
 
     def reset(self) -> None:
-        """Forget everything, as :meth:`attnzoo.layer.attention.Attention.new_cache` would give it again."""
+        """Empty the cache."""
         self._keep(replace(self.memory, state=None, windows={}, seen=None, dtype=None, bound=None))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -80,24 +82,24 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         seen = self.memory.seen
         if seen is not None:
             self.memory.reorder(torch.arange(len(seen), device=seen.device).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Take tokens back, where the state can give them back exactly.
+        """Remove the last tokens, where the earlier state can be restored exactly.
 
         Args:
-            max_length: tokens to keep; or minus the number to take back; 0 takes none back.
+            max_length: tokens to keep; or minus the number to remove; 0 removes none.
 
         Raises:
-            ValueError: the state cannot (a recurrent one, PaTH's carried keys, the window of a convolution).
+            ValueError: it cannot be restored (a recurrent state, PaTH's carried keys, the window of a convolution).
         """
-        self._keep(self._cropped(index(max_length)))  # some releases of transformers give a tensor
+        self._keep(self._cropped(index(max_length)))  # some releases of transformers pass a tensor
 
     def _cropped(self, max_length: int) -> LayerCache:
-        """What :meth:`crop` leaves."""
+        """The cropped cache; see :meth:`crop`."""
         length = self.get_seq_length()
         keep = max_length if max_length > 0 else length + max_length
         if keep >= length or self.memory.seen is None:
@@ -112,23 +114,23 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
 
 class ModelCache(Cache):  # type: ignore[misc]
-    """The memories of all layers of one model.
+    """The caches of all layers of one model.
 
     Args:
-        memories: from `LanguageModel.new_cache`.
+        memories: caches from `LanguageModel.new_cache`.
     """
 
     def __init__(self, memories: list[LayerCache]) -> None:
         super().__init__(layers=[LayerMemory(memory) for memory in memories])
-        self.origin: Tensor | None = None  # [B], the position that each row's first token was given, where it was
+        self.origin: Tensor | None = None  # [B], position of each row's first token, if positions were given
 
     @property
     def memories(self) -> list[LayerCache]:
-        """What `LanguageModel` takes as `cache`."""
+        """The layers' caches, as the argument `cache` of `LanguageModel`."""
         return [layer.memory for layer in self.layers]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the caches."""
         super().reset()
         self.origin = None
 
@@ -145,24 +147,24 @@ class ModelCache(Cache):  # type: ignore[misc]
             self.origin = self.origin[indices.to(self.origin.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         super().batch_repeat_interleave(repeats)
         if self.origin is not None:
             self.origin = self.origin.repeat_interleave(repeats)
 
     def crop(self, max_length: int) -> None:
-        """Take tokens back in all layers, or in none where one refuses; see :meth:`LayerMemory.crop`."""
-        tokens = index(max_length)  # of a tensor once: on a GPU it is waited for
+        """Remove the last tokens in all layers, or in none where one refuses; see :meth:`LayerMemory.crop`."""
+        tokens = index(max_length)  # read a tensor once: on a GPU this waits
         cropped = [layer._cropped(tokens) for layer in self.layers]
         for layer, kept in zip(self.layers, cropped, strict=True):
             layer._keep(kept)
 
 
 def one_cache(past_key_values: Any, cache: Any) -> ModelCache | None:
-    """What was given by either name, or None.
+    """The cache that was passed by either name, or None.
 
     Raises:
-        ValueError: both.
+        ValueError: both were passed.
         TypeError: a cache of another kind.
     """
     if past_key_values is not None and cache is not None:

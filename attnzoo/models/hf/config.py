@@ -1,4 +1,4 @@
-"""What a model is made of, in Hugging Face's terms."""
+"""The configuration of a model as a Hugging Face `PretrainedConfig`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GATES, gate_options
 from attnzoo.models.config import ModelConfig
 
-CACHE_NAMES = ("past_key_values", "cache")  # of keywords and outputs, until transformers 5.23 and from 5.24 on
+# names of the cache in calls and outputs: up to transformers 5.23, and from 5.24 on
+CACHE_NAMES = ("past_key_values", "cache")
 THEIRS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -23,8 +24,8 @@ THEIRS = {
 }
 _FIELDS = {THEIRS.get(field.name, field.name): field for field in fields(ModelConfig)}
 _OF_LAYERS = BUILD_OPTIONS | {field.name for field in fields(AttentionConfig)} | {*gate_options(tuple(GATES.values()))}
-_OF_LAYERS -= {*_FIELDS, *vars(PretrainedConfig())}  # transformers 4 keeps a temperature in each configuration
-_ELSEWHERE = {  # what Llama and its like call a field or a layer's option
+_OF_LAYERS -= {*_FIELDS, *vars(PretrainedConfig())}  # transformers 4 has a temperature in each configuration
+_ELSEWHERE = {  # names in Llama's configurations -> our field or layer option
     "num_key_value_heads": "num_kv_heads",
     "sliding_window": "window",
     "rope_theta": "theta",
@@ -36,7 +37,7 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
     """The fields of :class:`attnzoo.models.config.ModelConfig`, three of them under Hugging Face's names.
 
     `num_hidden_layers`, `num_attention_heads` and `tie_word_embeddings` stand for `num_layers`, `num_heads` and
-    `tie_embeddings`; all others are called alike and have the same defaults.
+    `tie_embeddings`; all other fields have the same names and defaults.
 
     Args:
         attention: the variant of each layer: a name, or a list as `ModelConfig` takes it.
@@ -64,12 +65,12 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         self.native()
 
     def native(self) -> ModelConfig:
-        """The same as the decoder's own configuration."""
+        """This configuration as the decoder's :class:`~attnzoo.models.config.ModelConfig`."""
         return ModelConfig(**{field.name: getattr(self, name) for name, field in _FIELDS.items()})
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModelConfig:
-        """The decoder's own configuration, of the fields of a `config.json`.
+        """The decoder's :class:`~attnzoo.models.config.ModelConfig` from the fields of a `config.json`.
 
         Raises:
             ValueError: a field is damaged, or not known; the message names the file and the field.
@@ -83,12 +84,12 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def of(cls, config: ModelConfig, **options: Any) -> AttnzooConfig:
-        """From the decoder's own configuration; `options` are those of `PretrainedConfig`."""
+        """The configuration of a decoder with ``config``; `options` are options of `PretrainedConfig`."""
         return cls(**{name: getattr(config, field.name) for name, field in _FIELDS.items()}, **options)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    """Refuse names that are almost a field's, or a layer's option: transformers takes any name as an attribute."""
+    """Refuse names close to a field's name, and layer options; transformers would store any name as an attribute."""
     for name in given:
         if name in THEIRS:
             raise ValueError(f"{name}: Hugging Face's name for it is {THEIRS[name]}")
@@ -106,7 +107,7 @@ def _default(field: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts of whatever mapping, sequence or object an option is, as JSON holds them."""
+    """An option's value (a mapping, sequence or object) as lists and dicts for JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):

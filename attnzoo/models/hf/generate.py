@@ -1,4 +1,4 @@
-"""Hugging Face's `generate` on the engine: which calls it can take, and how they run."""
+"""Hugging Face's `generate` on our generation engine: calls that it can serve, and how they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.proposals import Draft, from_model, look_up
 
-LEAST = 64  # new tokens from which on it pays to record a graph, unless the engine is asked for
+LEAST = 64  # new tokens from which on recording a CUDA graph pays
 TAKEN = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
     "bos_token_id", "use_cache", "transformers_version", "prompt_lookup_num_tokens", "max_matching_ngram_size",
@@ -29,22 +29,22 @@ _engines: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Generator]] = weakref.
 
 
 class NeedsLoopError(Exception):
-    """Why a call needs the loop of transformers."""
+    """A call needs transformers' own loop; the message says why."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks for.
+    """The request of a `generate` call.
 
     Args:
         rows: the prompts, `[B, T]`.
-        prompts: their tokens without padding.
-        new: tokens that may follow.
+        prompts: the prompts' tokens without padding.
+        new: the most tokens to generate.
         stop: tokens that end a sequence.
-        pad: what follows them.
-        sampling: by the names of `Generator.add`.
-        limits: of the caches, by the names of `Generator`.
-        draft: what proposes tokens, or None.
+        pad: the token that fills rows after their end.
+        sampling: sampling options by the names of `Generator.add`.
+        limits: limits of the caches by the names of `Generator`.
+        draft: the draft that proposes tokens, or None.
     """
 
     rows: Tensor
@@ -60,12 +60,12 @@ class Asked:
 def asked(
     model: Any, inputs: Tensor | None, config: GenerationConfig | None, given: Mapping[str, Any], limits: dict[str, Any]
 ) -> Asked:
-    """What `model.generate(inputs, config, **given, **limits)` asks for.
+    """The request of `model.generate(inputs, config, **given, **limits)`.
 
     Raises:
-        NeedsLoopError: something that only the loop of transformers does.
+        NeedsLoopError: an option that only the loop of transformers supports.
     """
-    given = dict(given)  # None among them takes the place of the configuration's
+    given = dict(given)  # a None overrides the configuration
     helper = given.pop("assistant_model", None)
     for name in (name for name in OTHERS & given.keys() if given[name] is not None and given[name] is not False):
         raise NeedsLoopError(f"{name}: expected none, as it belongs to the loop")
@@ -102,7 +102,7 @@ def asked(
 
 
 def _draft(settings: Any, helper: Any, ours: type) -> Draft | None:
-    """What proposes tokens, by the settings of assisted generation, at most as many as a step checks."""
+    """The draft for the settings of assisted generation, or None."""
     if helper is not None and not issubclass(type(helper), ours):
         raise NeedsLoopError(f"assistant_model: expected {ours.__name__}, got {type(helper).__name__}")
     if helper is not None:
@@ -114,7 +114,7 @@ def _draft(settings: Any, helper: Any, ours: type) -> Draft | None:
 
 
 def _check_model(model: Any) -> None:
-    """The model can be run without its own `forward` and `generate`."""
+    """Raise where hooks, adapters or autocast change the model's `forward` or `generate`, which the engine bypasses."""
     if "prepare_inputs_for_generation" in vars(model):
         raise NeedsLoopError("prepare_inputs_for_generation: expected the model's own (adapters replace it)")
     if any(hasattr(part, "_hf_hook") for part in model.modules()) or model._forward_hooks or model._forward_pre_hooks:
@@ -131,18 +131,18 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
     temperature = 1.0 if settings.temperature is None else float(settings.temperature)
     if temperature <= 0:
         raise NeedsLoopError(f"temperature: expected above 0 with do_sample, got {settings.temperature}")
-    if top_p == 0:  # transformers keeps the likeliest token alone
+    if top_p == 0:  # transformers then keeps the likeliest token alone
         return {"temperature": 0.0}
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
 def run(model: Any, call: Asked) -> Tensor:
-    """The prompts with what follows, `[B, T + n]`, as `generate` gives them.
+    """The prompts with their continuations, `[B, T + n]`, as `generate` returns them.
 
-    Samples come from seeds that torch's global generator draws.
+    The seeds of samples come from torch's global generator.
 
     Raises:
-        NeedsLoopError: no cache of fixed size for the model, or none that fits into the memory.
+        NeedsLoopError: the model has no in-place cache, or the cache does not fit into the memory.
     """
     was_training = model.training
     try:
@@ -170,12 +170,12 @@ def run(model: Any, call: Asked) -> Tensor:
 
 
 def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Generator:
-    """The engine of the last call if it serves this one too, or a new one in its place."""
+    """The last call's engine if it can serve this call, else a new one that replaces it."""
     places = [x.data_ptr() for x in model.parameters()], _adapters(model)
     key, generator = _engines.get(model, (None, None))
     if generator is None or key != (rows, places, limits) or generator.max_tokens < tokens:
         _engines.pop(model, None)
-        generator = None  # its memory goes before the next one takes some
+        generator = None  # free its memory before the next one allocates
         try:
             generator = Generator(model.model, rows, -(-tokens // 256) * 256, **limits)
         except (ValueError, MemoryError) as error:
@@ -185,7 +185,7 @@ def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Gener
 
 
 def _adapters(model: nn.Module) -> list[Any]:
-    """Which adapters PEFT's layers add, and how much of them: steps that were recorded go on adding what they did."""
+    """The active adapters of PEFT's layers and their scales, by which a recorded graph becomes stale."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     layers = [] if peft is None else [part for part in model.modules() if isinstance(part, peft.BaseTunerLayer)]
     return [
@@ -195,5 +195,5 @@ def _adapters(model: nn.Module) -> list[Any]:
 
 
 def release(model: nn.Module) -> None:
-    """Free the memory of the engine that the last call has left."""
+    """Free the memory of the last call's engine."""
     _engines.pop(model, None)

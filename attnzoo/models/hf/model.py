@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """:class:`attnzoo.models.LanguageModel`, which it holds as `model`, with Hugging Face's interface.
+    """A :class:`attnzoo.models.LanguageModel`, held as `model`, with Hugging Face's interface.
 
     Angles, slopes and biases of gates stay in float32 whatever dtype the weights are loaded in.
 
@@ -56,11 +56,13 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         self.gradient_checkpointing, self._recompute_every = False, 1
         self._is_stateful = not all(_gives_tokens_back(block) for block in self.model.blocks)
         self.post_init()
-        self._keep_in_fp32_modules_strict = _precise(self.model)  # transformers 4 checks an earlier one by other rules
+        # transformers 4 checks an earlier attribute by other rules
+        self._keep_in_fp32_modules_strict = _precise(self.model)
 
     @classmethod
     def of(cls, model: LanguageModel, **options: Any) -> AttnzooForCausalLM:
-        """Around a decoder that exists; `options` are those of `PretrainedConfig`, such as `eos_token_id`."""
+        """The Hugging Face model around a decoder; `options` are options of `PretrainedConfig`, such as
+        `eos_token_id`."""
         with torch.device("meta"):
             theirs = cls(AttnzooConfig.of(model.config, **options))
         theirs.model = model
@@ -68,29 +70,31 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return theirs
 
     def get_input_embeddings(self) -> nn.Module:
-        """The matrix of the tokens."""
+        """The token embedding."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Another one, perhaps of another vocabulary."""
+        """Replace the token embedding, perhaps by one of another vocabulary."""
         self.model.embedding = value
         self.model.config = replace(self.model.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """The output head."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Another one."""
+        """Replace the output head."""
         self.model.head = new_embeddings
 
     def _set_gradient_checkpointing(self, *args: Any, every_n_layers: int = 1, **options: Any) -> None:
-        """Also for every nth block alone, which transformers knows of its own kind of blocks (5.23 and later)."""
+        """Switch gradient checkpointing on or off, for every nth block alone where asked (transformers 5.23 and
+        later)."""
         super()._set_gradient_checkpointing(*args, **options)
         self._recompute_every = every_n_layers
 
     def _recompute(self, block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
-        """As one argument, which is what the reentrant kind of checkpoints takes (transformers 4's default)."""
+        """Run a block under gradient checkpointing, with one argument as reentrant checkpoints need (transformers
+        4)."""
         every = self._recompute_every
         if every > 1 and next(n for n, own in enumerate(self.model.blocks) if own is block) % every:
             return cast(Tensor, block(x, **arguments))
@@ -101,29 +105,29 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, engine: bool | None = None,
         evict: float | str | Evict | None = None, budget: int | str | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
+        """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can serve the call.
 
-        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature,
+        The engine serves greedy and sampled continuations of prompts, padded on the left or not, by temperature,
         `top_k` and `top_p`, several of each, up to `max_new_tokens` and tokens that end a sequence; and the proposals
         of an `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
-        the same but for logits that are equal to rounding; samples come from the same distribution, but not from the
-        same draws. One line of the log says what runs. The engine is kept for the next call with as many rows;
+        the same, unless two logits are equal up to rounding; samples have the same distribution, but are other draws.
+        One line of the log says which loop runs. The engine is kept for the next call with as many rows;
         :meth:`release_engine` frees it.
 
         Args:
-            inputs, generation_config, args, kwargs: of `GenerationMixin.generate`.
+            inputs, generation_config, args, kwargs: as in `GenerationMixin.generate`.
             engine: True for the engine alone, False for the loop of transformers alone; None for the engine on a GPU,
-                where 64 tokens or more may follow and it can take the call.
-            evict, budget: what the caches give up, as `LanguageModel.new_cache` takes it.
+                where 64 tokens or more may follow and it can serve the call.
+            evict, budget: rules by which the caches evict keys, see `LanguageModel.new_cache`.
 
         Raises:
             ValueError: `engine=True` for a call that needs the loop; the message says why. Or `evict` or `budget` for
-                layers that give up nothing, beside a cache that was made before, or without one (`use_cache=False`).
+                layers that cannot evict, beside an existing cache, or without one (`use_cache=False`).
         """
         limits = {name: x for name, x in (("evict", evict), ("budget", budget)) if x is not None}
         given = one_cache(*(kwargs.pop(name, None) for name in CACHE_NAMES))
         if limits:
-            cache = ModelCache(self.model.new_cache(evict, budget))  # also says what is wrong with them
+            cache = ModelCache(self.model.new_cache(evict, budget))  # raises for unsuitable layers
             if given is not None:
                 raise ValueError(f"{next(iter(limits))}: expected None beside {NAME}, which has its own")
         if given is not None:
@@ -150,7 +154,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return tokens
 
     def _check_proposals(self, helper: Any, settings: Any, given: dict[str, Any], reason: Exception) -> None:
-        """The loop of transformers takes rejected tokens back, from both models."""
+        """Raise where a cache cannot be cropped: transformers' loop of assisted generation crops both models'
+        caches."""
         look_up = "prompt_lookup_num_tokens"
         name = look_up if helper is None else "assistant_model"
         if helper is None and not given.get(look_up) and not getattr(settings, look_up, None):
@@ -164,7 +169,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 ) from reason
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refused: it would put the layers' keys into pages of its own.
+        """Raise: continuous batching of transformers stores keys in its own pages, which the layers do not read.
 
         Raises:
             ValueError: always.
@@ -172,11 +177,11 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         raise ValueError("continuous batching: expected attnzoo.models.Generator around model.model, which does it")
 
     def release_engine(self) -> None:
-        """Free the memory that :meth:`generate` has kept for its next call."""
+        """Free the engine's memory, which :meth:`generate` keeps for its next call."""
         release(self)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-        """Each layer remembers in its own way, so there is one kind of cache, made here."""
+        """Put a new :class:`ModelCache` into ``model_kwargs``, the only kind of cache that the layers take."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
@@ -190,7 +195,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initialise what no checkpoint held, as the decoder does."""
+        """Initialise the weights that were missing in a checkpoint, as the decoder does."""
         loaded: list[tuple[dict[str, Any], str, Tensor]] = [
             (owner, name, tensor)
             for part in self.model.modules()
@@ -198,7 +203,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             for name, tensor in owner.items()
             if tensor is not None and getattr(tensor, "_is_hf_initialized", False)
         ]
-        for owner, name, tensor in loaded:  # the decoder writes into these, and they go
+        for owner, name, tensor in loaded:  # the decoder's reset overwrites loaded tensors: put them back
             away = torch.empty_like(tensor, device="meta")
             owner[name] = nn.Parameter(away, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else away
         try:
@@ -223,26 +228,26 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         cache: ModelCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Predict each next token.
+        """The logits of each next token, and with labels the loss.
 
         Args:
             input_ids: integers [B, T].
-            attention_mask: [B, T], or [B, S + T] with S cached tokens; 0 at padding, on either side. PEFT's virtual
-                tokens make it one of floats, 0 and 1.
-            past_key_values: from an earlier call.
+            attention_mask: [B, T], or [B, S + T] with S cached tokens; 0 at padding, on either side. With PEFT's
+                virtual tokens it has floats 0 and 1.
+            past_key_values: the cache of an earlier call.
             inputs_embeds: [B, T, D] instead of `input_ids`.
-            labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where
-                nothing is asked; beside them `logits_to_keep` is 0.
-            use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training, and
-                where keys are forgotten under `torch.no_grad()` alone.
+            labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where they
+                do not count; then `logits_to_keep` must be 0.
+            use_cache: return `past_key_values`; by default the configuration's `use_cache`, but never while training,
+                and with One-Pass Forgetting under `torch.no_grad()` alone.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
             cu_seq_lens_q: borders [N + 1] of sequences packed into one row; without it, `position_ids` that begin
                 again say where they are (`seq_idx` alone is refused).
-            output_hidden_states: also what each block takes, and what the head reads.
-            output_attentions: refused: no form of a layer makes the matrix.
-            return_dict: False gives a tuple; None of these three is as the configuration says.
-            cache: what transformers calls `past_key_values` since 5.24, also in the output; one of both is given.
-            **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T]; others, which collators make for
+            output_hidden_states: also return each block's input and the head's.
+            output_attentions: refused: no form computes the attention matrix.
+            return_dict: False returns a tuple. None of these three means the configuration's value.
+            cache: the name of `past_key_values` since transformers 5.24, also in the output.
+            **kwargs: `num_items_in_batch` for the loss, and `position_ids` [B, T]; others, which collators make for
                 other models, are ignored.
 
         Raises:
@@ -263,20 +268,21 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError("expected either input_ids or inputs_embeds")
         training = self.training and torch.is_grad_enabled()
         if use_cache is None:
-            forgets = any(layer.forget is not None for layer in self.model.attentions())  # their caches keep no graph
+            # their caches record no gradient
+            forgets = any(layer.forget is not None for layer in self.model.attentions())
             use_cache = getattr(self.config, "use_cache", True) and not training
             use_cache = use_cache and not (forgets and torch.is_grad_enabled())
         cache = one_cache(past_key_values, cache)
         if cache is None and use_cache:
             cache = ModelCache(self.model.new_cache())
         recomputed = self.gradient_checkpointing and training
-        if recomputed and cache is not None:  # a second run would add its tokens again
+        if recomputed and cache is not None:  # the second run would add the tokens again
             raise ValueError(f"use_cache, {NAME}: expected neither with gradient checkpointing in training")
         attention_mask = _whole(attention_mask)
         positions, origin = kwargs.pop("position_ids", None), None
         empty = cache is None or cache.get_seq_length() == 0
         if empty and (positions is not None or cu_seq_lens_q is not None) and _is_full(attention_mask):
-            attention_mask = None  # collators give one beside packed sequences, too
+            attention_mask = None  # collators also pass a mask beside packed sequences
         if positions is not None:
             batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
             if attention_mask is None and cu_seq_lens_q is None and empty:
@@ -321,7 +327,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return out.to_tuple() if return_dict is False else out
 
     def _check_labels(self, labels: Tensor, shape: torch.Size, ignored: int) -> None:
-        """Tokens of the vocabulary, or `ignored`, which may be alone: of a batch in pieces, some ask for nothing."""
+        """Raise where labels are no tokens of the vocabulary; all may be `ignored`, as in a piece of a larger batch."""
         if labels.shape != shape:
             raise ValueError(f"labels: expected [B, T] = {tuple(shape)}, got {tuple(labels.shape)}")
         if labels.dtype != torch.int64:
@@ -335,13 +341,13 @@ _PARAMETERS = frozenset(inspect.signature(AttnzooForCausalLM.forward).parameters
 
 
 def _precise(model: nn.Module) -> list[str]:
-    """Names of the tensors that are never rounded to 16 bits."""
+    """The names of the tensors that are never rounded to 16 bits."""
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, PreciseModule)]
     return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part.precise})
 
 
 def _gives_tokens_back(block: Any) -> bool:
-    """Whether the layer's memory can be cropped."""
+    """Whether the cache of the block's layer can be cropped."""
     attention = block.attention
     carried = {part for part in attention.variant.requires if PARTS[part].carries} - {"angle"}
     windows = attention.config.conv_size or attention.config.kv_shift
@@ -352,14 +358,15 @@ def _gives_tokens_back(block: Any) -> bool:
 
 
 def _is_full(mask: Tensor | None) -> bool:
-    """Whether a mask [B, T] keeps all tokens; on a GPU, too, as what stands beside it is refused or not by that."""
+    """Whether a mask [B, T] has no padding; also read on a GPU, since it decides what is refused beside it."""
     return mask is not None and mask.ndim == 2 and has_values(mask) and bool(mask.all())
 
 
 def _whole(mask: Tensor | None) -> Tensor | None:
-    """A mask of floats as one of bools, where its numbers are those of a mask of tokens."""
+    """A token mask of floats 0 and 1 as bools; other masks are refused."""
     if mask is None or not mask.is_floating_point():
         return mask
-    if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):  # on a GPU, too: others add such masks to logits
+    # on a GPU, too: other models add float masks to the logits
+    if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
     return mask == 1

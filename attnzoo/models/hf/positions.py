@@ -1,4 +1,4 @@
-"""`position_ids`: layers count the tokens themselves, so positions are read for packed sequences and checked."""
+"""`position_ids`: read as borders of packed sequences, else only checked, as layers count the tokens themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnzoo.models.hf.cache import ModelCache
 
 
 def check_shape(positions: Tensor, given: Tensor | None) -> int:
-    """One for each token, of all rows alike or of each; returns the number of rows."""
+    """The number of rows of positions: 1 (for all rows) or B; raises for another shape."""
     assert given is not None
     B, T = given.shape[:2]
     if tuple(positions.shape) not in ((1, T), (B, T)):
@@ -19,7 +19,8 @@ def check_shape(positions: Tensor, given: Tensor | None) -> int:
 
 
 def borders(positions: Tensor) -> Tensor | None:
-    """Where sequences packed into one row start, and its length, by positions that begin again; None for one each."""
+    """The borders [N + 1] of sequences packed into one row, where positions begin again; None for one sequence per
+    row."""
     starts = positions.diff(dim=-1) != 1  # [B, T - 1]
     if not bool(starts.any()):
         return None
@@ -33,10 +34,10 @@ def borders(positions: Tensor) -> Tensor | None:
 
 
 def check_borders(positions: Tensor, cu_seqlens: Tensor) -> None:
-    """Positions rise by one within each of the packed sequences.
+    """Raise where positions do not rise by one within each packed sequence.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they jump or begin again elsewhere.
     """
     if not reads_values(positions):
         return
@@ -49,12 +50,12 @@ def check_borders(positions: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def follow(positions: Tensor, rows: int, mask: Tensor | None, cache: ModelCache | None) -> Tensor | None:
-    """The position of each row's first token `[B]`, from which on they rise by one, across padding and earlier calls.
+    """The position of each row's first token `[B]`, after a check that positions rise by one from there.
 
-    Only what positions are relative to each other counts, so a row may start anywhere. None where they are not read.
+    Only relative positions count, so a row may start at any. None where values cannot be read.
 
     Raises:
-        ValueError: they jump from one token to the next, or from the cached tokens to these.
+        ValueError: positions jump from one token to the next, or from the cached tokens to these.
     """
     if not reads_values(positions):
         return None
@@ -63,9 +64,9 @@ def follow(positions: Tensor, rows: int, mask: Tensor | None, cache: ModelCache 
     there = torch.ones_like(positions, dtype=torch.bool)
     if mask is not None:
         if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < T:
-            return None  # the layers refuse it by name
+            return None  # the layers refuse such a mask
         there = mask[:, mask.shape[1] - T :].bool()
-    start = positions - (there.cumsum(1) - 1)  # [B, T], one number per row where they rise by one
+    start = positions - (there.cumsum(1) - 1)  # [B, T], constant per row where positions rise by one
     far = torch.iinfo(torch.int64).max
     low, high = start.masked_fill(~there, far).amin(1), start.masked_fill(~there, -far).amax(1)
     some = there.any(1)
@@ -76,7 +77,7 @@ def follow(positions: Tensor, rows: int, mask: Tensor | None, cache: ModelCache 
     if cache is None or memory is None or memory.seen is None or len(memory.seen) != rows:
         return low.where(some, 0)
     start, known = low - memory.seen, cache.origin
-    padding = memory.tokens - memory.seen  # the positions may count it or not, where none were given before
+    padding = memory.tokens - memory.seen  # without earlier positions, the new ones may count padding or not
     right = (start == 0) | (start == padding) if known is None else start == known
     if bool((~right & some & (memory.seen > 0)).any()):
         after = memory.seen if known is None else memory.seen + known

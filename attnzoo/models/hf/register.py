@@ -1,8 +1,8 @@
-"""Tells transformers' Auto classes about `model_type: attnzoo`, at the moment when they are loaded.
+"""Registration of `model_type: attnzoo` with transformers' Auto classes, when those are loaded.
 
-`import attnzoo` must not wait for transformers, and `AutoModelForCausalLM.from_pretrained(folder)` must work after it
-in either order of imports. So the classes are registered now where the Auto modules are loaded already, and otherwise
-right after they are.
+`import attnzoo` must not import transformers, and `AutoModelForCausalLM.from_pretrained(folder)` must work whichever is
+imported first. So the classes are registered at once where the Auto modules are loaded already, else right after they
+are loaded.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _model(auto: Any) -> None:
     from attnzoo.models.hf.model import AttnzooForCausalLM
 
     auto.AutoModelForCausalLM.register(AttnzooConfig, AttnzooForCausalLM, exist_ok=True)
-    # here Trainer looks whether labels are to be shifted before it smooths them, and pipelines what they may run
+    # Trainer reads this table to shift labels before smoothing, and pipelines to check the model
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnzooConfig.model_type] = AttnzooForCausalLM.__name__
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Finds the named modules as usual, and calls back once each has been executed."""
+    """An import finder that calls back once each named module has been executed."""
 
     def __init__(self, waiting: dict[str, Any]) -> None:
         self.waiting = waiting
@@ -62,7 +62,7 @@ class _WhenLoaded(MetaPathFinder):
 
 
 class _Calling(Loader):
-    """A loader, with a call after it."""
+    """A module loader with a callback after it."""
 
     def __init__(self, loader: Loader, then: Any) -> None:
         self.loader, self.then = loader, then

@@ -1,7 +1,7 @@
-"""Other people's models as ours: their sizes as a :class:`ModelConfig`, their weights under our names.
+"""Import of other libraries' models (peers): their sizes as a :class:`ModelConfig`, their weights under our names.
 
-Each mapping is tested against the peer's own class with random weights. :func:`from_peer` is the way in; the command
-line has it as `attnzoo import`.
+Each mapping is tested against the peer's own class with random weights. :func:`from_peer` is the entry point, on the
+command line `attnzoo import`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PEERS = {
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",
 }
-WITHOUT = {  # kinds of models that stand beside these
+WITHOUT = {  # known kinds of models that have no mapping
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
     "mamba": "its decay per channel and state is one that no variant has",
     "attnzoo": "it is a model of this library already",
@@ -56,12 +56,12 @@ WITHOUT = {  # kinds of models that stand beside these
 
 @dataclass(frozen=True)
 class Peer:
-    """How one peer's model becomes ours.
+    """The mapping of one peer's model to ours.
 
     Args:
         config: the sizes, and the variant of each layer.
-        weights: our names and tensors, made of the peer's.
-        notes: what an importer should know, one line each.
+        weights: a function from the peer's weights to our names and tensors.
+        notes: remarks for the importer, one line each.
     """
 
     config: ModelConfig
@@ -75,7 +75,7 @@ CAUSAL = "expected a causal language model with its head (of PEFT, what merge_an
 def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = None) -> LanguageModel:
     """A peer's model as a :class:`~attnzoo.models.LanguageModel` in evaluation mode.
 
-    What an importer should know, such as an option that reproduces what the peer does on purpose, is a line of the log.
+    Remarks for the importer, such as on an option that reproduces a peculiarity of the peer, are lines of the log.
 
     Args:
         source: a folder in Hugging Face's layout (`config.json` and safetensors), or a model of transformers or of
@@ -135,7 +135,7 @@ def kind_of(fields: dict[str, Any]) -> str:
     """The `model_type` of a configuration.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it is missing.
     """
     kind = str(Settings(fields).get("model_type", ""))
     if not kind:
@@ -144,7 +144,7 @@ def kind_of(fields: dict[str, Any]) -> str:
 
 
 def _inside(fields: dict[str, Any]) -> str:
-    """What a configuration says of a language model within one for several kinds of input, in words."""
+    """A remark, for an error, on the language model inside a configuration for several kinds of input; or ""."""
     kind = Settings(fields).within("text_config").fields.get("model_type")
     return f" (the language model within it, in text_config, is of {kind!r})" if kind else ""
 
@@ -153,17 +153,16 @@ def _inside(fields: dict[str, Any]) -> str:
 def build(
     peer: Peer, weights: Weights, dtype: torch.dtype | None = None, settings: Settings | None = None
 ) -> LanguageModel:
-    """The model, every weight of it taken from the peer's and every one of the peer's used.
+    """The model with the peer's weights, after a check that each weight of both is used.
 
-    Weights of several dtypes become those of the one that the configuration names, or else of the file's first, and a
-    head that is not the embedding stands beside it whatever the configuration says: as in transformers, and each is a
-    line of the log.
+    As in transformers, weights of several dtypes are cast to the configuration's dtype, or else to that of the first
+    weight, and a head that differs from the embedding is untied whatever the configuration says. Either is logged.
 
     Args:
-        peer: sizes and names.
-        weights: the peer's.
-        dtype: of the model; None keeps that of the weights. What gates keep precise stays in at least float32.
-        settings: what the configuration says of the weights' dtype; None for nothing.
+        peer: the mapping.
+        weights: the peer's weights.
+        dtype: the model's dtype; None keeps that of the weights. Precise parameters stay in at least float32.
+        settings: the peer's configuration, read for its dtype; None for none.
 
     Raises:
         ValueError: weights that are missing, left over, of another shape or quantised.
@@ -205,10 +204,10 @@ def build(
 
 
 def check_plain(weights: Weights, settings: Settings) -> None:
-    """Refuse weights of a dtype that nothing is computed in.
+    """Raise for weights of a quantised model.
 
     Raises:
-        ValueError: those of a quantised model; the message says by what, where the configuration does.
+        ValueError: a dtype that is not computed in; the message names the quantisation if the configuration does.
     """
     others = {name: kind for name in weights.names if (kind := weights.dtype(name)) not in DTYPES}
     how = settings.quantisation()
@@ -225,7 +224,7 @@ def check_plain(weights: Weights, settings: Settings) -> None:
 
 
 def _one_dtype(state: dict[str, Tensor], weights: Weights, said: torch.dtype | None) -> torch.dtype:
-    """That of all tensors, or what they become; the log says so."""
+    """The dtype of all tensors, or the one that different ones are cast to, which is logged."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, x in state.items():
         by_dtype.setdefault(x.dtype, []).append(name)
@@ -245,10 +244,10 @@ def _is_precise(model: nn.Module, name: str) -> bool:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `config.json` of a folder holds.
+    """The fields of a folder's `config.json`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
         ValueError: it cannot be read, or is no JSON object.
     """
     path = folder / "config.json"

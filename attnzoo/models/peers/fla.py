@@ -1,4 +1,4 @@
-"""The models of flash-linear-attention (Yang and Zhang, 2024; release 0.6), by the names of their classes there."""
+"""Mappings of flash-linear-attention's models (Yang and Zhang, 2024; release 0.6), named after its classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnzoo.models.peers.layout import FLA, Attention, common_sizes, decoder, i
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
-NORM_EPS = 1e-5  # of its norms where no configuration sets it
+NORM_EPS = 1e-5  # default of its norms
 Take = Callable[[str], Tensor]
 Named = Iterator[tuple[str, Tensor]]
 
@@ -36,7 +36,8 @@ def wall_transformer(settings: Settings) -> Peer:
 
 
 def _softmax(settings: Settings, variant: str, options: dict[str, Any], output: str, *gates: tuple[str, str]) -> Peer:
-    """What these share: `output` is the output gate there, `gates` the projections' names here and there."""
+    """The mapping shared by the softmax models: `output` names their output gate, `gates` pairs our and their gate
+    projections."""
     H, G = _heads(settings)
     biases, normed, gated = (settings.get(name, False) for name in ("qkv_bias", "qk_norm", "use_output_gate"))
     options = options | {"num_kv_heads": G, "qkv_bias": biases, "output_gate": "sigmoid" if gated else "none"}
@@ -143,7 +144,8 @@ def gated_deltanet(settings: Settings) -> Peer:
 
 
 def gated_deltaproduct(settings: Settings) -> Peer:
-    """DeltaProduct, and Gated DeltaProduct where `use_forget_gate` is on; rows there are by factor, then by head."""
+    """DeltaProduct, and Gated DeltaProduct where `use_forget_gate` is on; its rows are ordered by factor, then by
+    head."""
     settings.only("use_short_conv", True)
     gated, forgets = settings.get("use_output_gate", True), settings.get("use_forget_gate", False)
     K, H, n = settings.get("head_dim", 256), settings["num_heads"], settings.get("num_householder", 1)
@@ -209,7 +211,7 @@ def gla(settings: Settings) -> Peer:
     def attention(take: Take, index: int) -> Named:
         yield from _convolved(take) if convolved else _plain(take)
         yield "gate.down.weight", take("gk_proj.0.weight")
-        for part in ("weight", "bias"):  # a gate for each query head, those of a group alike
+        for part in ("weight", "bias"):  # one gate per query head, equal within a group
             rows = take(f"gk_proj.1.{part}").unflatten(0, (G, -1))
             yield f"gate.up.{part}", rows.repeat_interleave(H // G, 0).flatten(0, 1)
         yield from _swish_gate(take)
@@ -218,7 +220,7 @@ def gla(settings: Settings) -> Peer:
 
 
 def retnet(settings: Settings) -> Peer:
-    """RetNet as it stands there: the rotary angles of RoPE, and an RMS norm per head; `use_short_conv` does nothing."""
+    """RetNet as implemented there: RoPE's rotary angles, and an RMS norm per head; `use_short_conv` has no effect."""
     H, G = _heads(settings)
     options = _expanded(settings, 1.0, 2.0) | _gated_output(settings) | _features(settings)
     options |= {"num_kv_heads": G, "rotary": 10_000.0, "rotary_angles": "rope"}
@@ -252,7 +254,7 @@ def _peer(
 
 
 def model_config(settings: Settings, variant: str, options: dict[str, Any], heads: int) -> ModelConfig:
-    """Sizes by the names that these models have for them, with one variant in all layers."""
+    """The sizes from these models' field names, with one variant in all layers."""
     return ModelConfig(
         attention=variant, attention_options=options, num_heads=heads, intermediate_size=_mlp_size(settings),
         norm_eps=settings.get("norm_eps", 1e-6), **common_sizes(settings),
@@ -260,7 +262,8 @@ def model_config(settings: Settings, variant: str, options: dict[str, Any], head
 
 
 def _mlp_size(settings: Settings) -> int:
-    """The width inside the SwiGLU: given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to 256."""
+    """The width inside the SwiGLU: as given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to a multiple
+    of 256."""
     given: int | None = settings.optional("intermediate_size", "int")
     return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4.0) * 2 / 3) // 256) * 256
 
@@ -270,7 +273,7 @@ def _heads(settings: Settings) -> tuple[int, int]:
 
 
 def _expanded(settings: Settings, k: float, v: float) -> dict[str, Any]:
-    """Head dimensions from `expand_k` and `expand_v`, which are `k` and `v` where nothing is said."""
+    """Head dimensions from `expand_k` and `expand_v`, whose defaults are `k` and `v`."""
     D, H = settings["hidden_size"], settings["num_heads"]
     K, V = (round(D * settings.get(name, value)) // H for name, value in (("expand_k", k), ("expand_v", v)))
     return {"head_dim": K, "value_dim": V}
@@ -304,7 +307,7 @@ def _convolved(take: Take) -> Named:
 
 
 def _decay(take: Take) -> Named:
-    """Mamba-2's decay, the first of a gate's members."""
+    """The weights of Mamba-2's decay under our names, as the first of a gate's projections."""
     yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
     yield "gate.members.0.dt_bias", take("dt_bias")
     yield "gate.members.0.log_a", take("A_log")

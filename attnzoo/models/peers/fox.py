@@ -1,4 +1,4 @@
-"""The Forgetting Transformer's own models (Lin et al., 2025; the authors' repository at commit 883f260)."""
+"""Mappings of the Forgetting Transformer authors' models (Lin et al., 2025; their repository at commit 883f260)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ QK_NORM_EPS = 1e-5
 
 
 def transformer(settings: Settings) -> Peer:
-    """The Transformer of a class of its own: `rope`, or `nope`, with a window where there is one."""
+    """The authors' Transformer class: `rope` or `nope`, perhaps with a window."""
     of_fox = {"fgate_type": "none", "qk_norm_share_param_across_head": True, "use_rope": settings.get("use_rope", True)}
     return forgetting_transformer(Settings({**settings.fields, **of_fox}))
 
 
 def hgrn2(settings: Settings) -> Peer:
-    """HGRN2: `gla` whose keys are 1 - f. The lower bounds that it has are given to no layer there: all are 0."""
+    """HGRN2: `gla` whose keys are 1 - f. Its lower bounds are never passed to the layers in that code, so all are 0."""
     settings.only("elementwise_affine", True)
     settings.only("hidden_act", "swish", "silu")
     D, L, eps = settings["hidden_size"], settings["num_hidden_layers"], settings.get("norm_eps", 1e-6)

@@ -1,4 +1,4 @@
-"""What peers' decoders have in common: the names around attention, and rows of rotated heads in another order."""
+"""Mappings common to peers' decoders: names around attention, and the row order of rotated heads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from attnzoo.models.peers.weights import Weights
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a peer's weights around its attention; `{}` stands for the layer's index.
+    """The names of a peer's weights around its attention; `{}` stands for the layer's index.
 
     Args:
-        embedding, norm, layer: of the tokens' matrix, the last norm and one layer.
-        attention_norm, mlp_norm: of a layer's norms; None for layers without an MLP.
-        attention: of the module that attends; empty where the names that are taken say it themselves.
-        centred: norms scale by one plus their weights.
+        embedding, norm, layer: names of the token embedding, the last norm and a layer.
+        attention_norm, mlp_norm: names of a layer's norms; `mlp_norm` is None for layers without an MLP.
+        attention: name of the attention module; empty where `take` gets names that include it.
+        centred: whether norms scale by one plus their weights.
     """
 
     embedding: str
@@ -57,12 +57,12 @@ def decoder(
     """Our names and tensors of a whole decoder.
 
     Args:
-        weights: the peer's.
-        layout: its names.
-        layers: how many.
-        attention: `attention(take, index)` gives those of one layer's attention under our names, and
+        weights: the peer's weights.
+        layout: the peer's names.
+        layers: the number of layers.
+        attention: `attention(take, index)` yields one layer's attention weights under our names, where
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
-        tied: the head is the embedding where there is none, and the embedding is the head.
+        tied: whether embedding and head are tied, so that either may be missing.
     """
 
     def scale(name: str) -> Tensor:
@@ -88,7 +88,7 @@ def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor
     gate, down = weights(f"{theirs}.gate_proj.weight"), weights(f"{theirs}.down_proj.weight")
     if f"{theirs}.up_proj.weight" in weights:
         up = weights(f"{theirs}.up_proj.weight")
-    else:  # one matrix for both, the gate's half first
+    else:  # one matrix for gate and up, the gate's half first
         gate, up = gate.chunk(2, 0)
     yield from ((f"{ours}.gate.weight", gate), (f"{ours}.up.weight", up), (f"{ours}.down.weight", down))
 
@@ -101,11 +101,11 @@ def pattern(entries: list[dict[str, Any]]) -> Any:
 
 
 def interleaved(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
-    """Rows of rotated heads, whose pairs lie half a head apart, with each pair side by side.
+    """The rows of rotated heads, reordered from pairs half a head apart to pairs of neighbours.
 
     Args:
         rows: `[heads * K, ...]`, a projection, its bias or a norm's scale.
-        heads: in `rows`.
+        heads: number of heads in `rows`.
         rotated: channels per head that are rotated, the first ones; None for all.
     """
     K = rows.shape[0] // heads

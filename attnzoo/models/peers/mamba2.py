@@ -15,13 +15,13 @@ from attnzoo.models.peers.layout import MAMBA, common_sizes, decoder
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
-UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # the second as transformers writes it into JSON
+UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # the second is how transformers writes infinity into JSON
 
 
 def mamba2(settings: Settings) -> Peer:
-    """B, C and x of its one projection are our k, q and v, and z the output gate.
+    """Mamba-2: B, C and x of the input projection are our k, q and v, and z is the output gate.
 
-    Heads of a group are neighbours and are normed together, as in the authors' own kernels.
+    Heads of a group are neighbours and are normed together, as in the authors' kernels.
     """
     settings.only("hidden_act", "silu", "swish")
     settings.only("use_bias", False)
@@ -43,7 +43,7 @@ def mamba2(settings: Settings) -> Peer:
     }  # fmt: skip
     options |= {"output_norm_groups": G, "output_norm_eps": eps} if normed else {"output_norm": "none"}
     if normed and "layer_norm_epsilon" not in settings.fields and settings.get("norm_before_gate", False):
-        options["gate_before_norm"] = False  # flash-linear-attention's option; transformers does not read it
+        options["gate_before_norm"] = False  # an option of flash-linear-attention that transformers does not read
     config = ModelConfig(
         attention="mamba2",
         attention_options=options,

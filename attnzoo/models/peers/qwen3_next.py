@@ -62,7 +62,7 @@ def qwen3_next(settings: Settings) -> Peer:
             yield from gated_deltanet(lambda name: take(f"linear_attn.{name}"))
 
     def rope(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        q, gate = take("q_proj.weight").unflatten(0, (H, 2, K)).unbind(1)  # of each head, [H, K, D]
+        q, gate = take("q_proj.weight").unflatten(0, (H, 2, K)).unbind(1)  # per head, [H, K, D]
         yield "q_proj.weight", interleaved(q.flatten(0, 1), H, rotated)
         yield "output_gate.weight", gate.flatten(0, 1)
         yield "k_proj.weight", interleaved(take("k_proj.weight"), G, rotated)
@@ -73,7 +73,7 @@ def qwen3_next(settings: Settings) -> Peer:
         yield "gate.angle", angle.clone()
 
     def gated_deltanet(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        widths = [key_dim, key_dim, shared * value_dim, shared * value_dim]  # of each key head
+        widths = [key_dim, key_dim, shared * value_dim, shared * value_dim]  # per key head
         parts = take("in_proj_qkvz.weight").unflatten(0, (key_heads, -1)).split(widths, 1)
         for name, part in zip(("q_proj", "k_proj", "v_proj", "output_gate"), parts, strict=True):
             yield f"{name}.weight", part.flatten(0, 1)
@@ -90,7 +90,7 @@ def qwen3_next(settings: Settings) -> Peer:
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
         for name in theirs.names:
-            if name.startswith("mtp."):  # a head for several tokens at once, which transformers leaves unread too
+            if name.startswith("mtp."):  # the multi-token prediction head, which transformers does not load either
                 theirs.skip(name)
         return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
 

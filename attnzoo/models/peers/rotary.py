@@ -1,4 +1,5 @@
-"""Llama and its like (Touvron et al., 2023): softmax attention with rotary angles, as `rope`."""
+"""Mappings of Llama (Touvron et al., 2023), Mistral, Qwen2 and Qwen3: softmax attention with rotary angles, as
+`rope`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, int
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
-THETA = 10_000.0  # of angles where nothing is said
+THETA = 10_000.0  # default base of the angles
 
 
 def llama(settings: Settings) -> Peer:
@@ -38,7 +39,8 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), norm_eps(settings)
-    outer = biases and settings.fields["model_type"] in ("llama", "qwen3")  # there the output has one too
+    # in these the output projection has a bias too
+    outer = biases and settings.fields["model_type"] in ("llama", "qwen3")
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
     if normed:
         options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": eps}
@@ -72,7 +74,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
         for name in theirs.names:
-            if name.endswith("rotary_emb.inv_freq"):  # written by early releases, which did not read it either
+            if name.endswith("rotary_emb.inv_freq"):  # a table in files of early releases, never loaded
                 theirs.skip(name)
         return decoder(theirs, TRANSFORMERS, L, attention, config.tie_embeddings)
 
@@ -80,22 +82,23 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
 
 
 def norm_eps(settings: Settings) -> float:
-    """What the norms add to mean squares."""
+    """The number that norms add to mean squares."""
     return float(settings.required("rms_norm_eps", "float"))
 
 
 def _windows(settings: Settings, layers: int) -> list[int | None]:
-    """How far each layer looks back; None for all the way. Defaults are those of the peers' own classes."""
+    """Each layer's window in tokens; None for all tokens. Defaults are those of the peers' own classes."""
     model = settings.fields["model_type"]
     named = settings.listed("layer_types", "str", layers)
-    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096  # null: none
+    # null means no window
+    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096
     if model in ("llama", "mistral"):
         window = window if model == "mistral" else None
         default = ["sliding_attention" if window else "full_attention"] * layers
-        alike = named in (None, default)  # transformers does not read them there
+        alike = named in (None, default)  # transformers does not read the layer types of these models
     else:
         window = window if settings.get("use_sliding_window", False) else None
-        first = settings.get("max_window_layers", 28, least=0)  # where `layer_types` is not written out
+        first = settings.get("max_window_layers", 28, least=0)  # used where `layer_types` is missing
         default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
         alike = window is not None or "sliding_attention" not in (named or [])
     if not alike:
@@ -136,17 +139,17 @@ def angles(rope: Settings, channels: int) -> Tensor:
 
 
 def rope_settings(settings: Settings, partial: float = 1.0) -> Settings:
-    """What is said of the angles: in `rope_scaling`, or else in `rope_parameters`, and beside them.
+    """The settings of the angles, from `rope_scaling` or `rope_parameters` and from fields beside them.
 
-    As in transformers (5.23, modeling_rope_utils.py) the former counts alone where both are there.
+    As in transformers (5.23, modeling_rope_utils.py) `rope_scaling` alone counts where both exist.
 
     Args:
-        settings: of the model.
-        partial: `partial_rotary_factor` where nothing is said.
+        settings: the model's settings.
+        partial: the default of `partial_rotary_factor`.
 
     Raises:
-        ValueError: the two differ in more than the kind of scaling, or from what stands beside them; or kinds of layers
-            differ.
+        ValueError: the two fields differ in more than the kind of scaling, or from fields beside them; or layers of
+            different kinds have different angles.
     """
     scaling, parameters = (settings.within(name) for name in ("rope_scaling", "rope_parameters"))
     rope = scaling if scaling.fields else parameters
@@ -176,7 +179,7 @@ def rope_settings(settings: Settings, partial: float = 1.0) -> Settings:
 
 
 def rope_notes(settings: Settings) -> tuple[str, ...]:
-    """What an importer should know of the two places."""
+    """Remarks for the importer where `rope_scaling` and `rope_parameters` both exist."""
     scaling, parameters = (settings.within(name).fields for name in ("rope_scaling", "rope_parameters"))
     if not scaling or not parameters or scaling == parameters:
         return ()

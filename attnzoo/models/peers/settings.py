@@ -1,4 +1,4 @@
-"""A configuration of others: each field is checked where it is read, and what two fields say twice must agree."""
+"""A peer's configuration, whose fields are checked where they are read; fields with the same meaning must agree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from attnzoo.errors import check_kinds, unknown
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
-QUANTISED = ("quantization_config", "quantization", "compression_config")  # of transformers, MLX, older releases
+# fields of transformers, MLX and older releases
+QUANTISED = ("quantization_config", "quantization", "compression_config")
 
 
 class Settings:
     """A peer's configuration, of which every field that changes what the model computes must be understood.
 
     Args:
-        fields: as `config.json` holds them.
-        place: what errors begin with: the file, and of fields within a field its name.
+        fields: the fields of `config.json`.
+        place: the beginning of error messages: the file, and for nested fields the field's name.
     """
 
     def __init__(self, fields: Mapping[str, Any], place: str = "config.json: ") -> None:
@@ -30,25 +31,25 @@ class Settings:
         return self.fields.get(name) is not None
 
     def __getitem__(self, name: str) -> int:
-        """A size that must be there."""
+        """The size in a required field."""
         found: int = self.required(name, "int")
         return found
 
     def required(self, name: str, kind: str) -> Any:
-        """A field that must be there, of a kind that :func:`~attnzoo.errors.check_kinds` knows.
+        """The value of a required field, of a kind that :func:`~attnzoo.errors.check_kinds` knows.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the field is missing or of another kind.
         """
         if name not in self:
             raise ValueError(f"{self.place}expected a value of {name!r}, found none")
         return self.optional(name, kind)
 
     def optional(self, name: str, kind: str, least: float | None = None) -> Any:
-        """The field, which must be of that kind, or None where it is missing or null.
+        """The field's value, checked to be of that kind, or None where it is missing or null.
 
         Args:
-            least: of an `int`; None for 1. Of a `float`: None for any above 0.
+            least: the least value allowed; None for 1 (`int`) or anything above 0 (`float`).
 
         Raises:
             ValueError: it is something else.
@@ -70,7 +71,7 @@ class Settings:
             raise ValueError(f"{self.place}{error}") from None
 
     def get(self, name: str, default: Any, least: float | None = None) -> Any:
-        """The field, which must be of the default's kind, or the default where it is missing or null.
+        """The field's value, checked to be of the default's kind, or the default where it is missing or null.
 
         Raises:
             ValueError: it is something else.
@@ -79,7 +80,7 @@ class Settings:
         return default if found is None else found
 
     def listed(self, name: str, kind: str, length: int | None = None) -> list[Any] | None:
-        """A list of values of one kind, or None where it is missing or null.
+        """The field's list of values of one kind, or None where it is missing or null.
 
         Raises:
             ValueError: it is something else, or of another length.
@@ -96,7 +97,7 @@ class Settings:
         return list(value)
 
     def tokens(self, name: str) -> list[int]:
-        """The numbers of a special token: none where it is missing or null, and several where a list stands there.
+        """The token numbers in a field, which may hold one number or a list; empty where it is missing or null.
 
         Raises:
             ValueError: it is something else.
@@ -110,10 +111,10 @@ class Settings:
         return list(found)
 
     def within(self, name: str) -> Settings:
-        """The fields within a field; none where it is missing or null.
+        """The fields nested in a field, empty where it is missing or null.
 
         Raises:
-            ValueError: it is no mapping.
+            ValueError: the field is no mapping.
         """
         value = self.fields.get(name)
         if value is not None and not isinstance(value, Mapping):
@@ -121,30 +122,30 @@ class Settings:
         return Settings(value or {}, f"{self.place}{name}.")
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a model in which `name` is something else; missing and null mean the first.
+        """Raise where the field `name` has another value than `values`; missing and null mean the first of them.
 
         Raises:
-            ValueError: it is.
+            ValueError: another value, for which there is no mapping.
         """
         value = self.fields[name] if name in self else allowed[0]
         if value not in allowed:
             raise ValueError(f"{self.place}{name} = {value!r} is not supported (only {', '.join(map(repr, allowed))})")
 
     def said_once(self, name: str, other: str) -> None:
-        """Refuse a configuration in which two fields that mean one thing differ; either may be missing.
+        """Raise where two fields with the same meaning differ; either may be missing.
 
         Raises:
-            ValueError: they do.
+            ValueError: the fields differ.
         """
         if name in self and other in self and self.fields[name] != self.fields[other]:
             one, two = (f"{each} = {self.fields[each]!r}" for each in (name, other))
             raise ValueError(f"{self.place}{one} and {two} say one thing twice, and differ")
 
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which the model computes, where the configuration names it.
+        """The dtype that the configuration names, or None.
 
         Raises:
-            ValueError: it is none that it can compute in, or the field's two spellings differ.
+            ValueError: a dtype that models cannot compute in, or the field's two spellings differ.
         """
         named = {
             name: str(self.fields[name]).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in self
@@ -156,7 +157,7 @@ class Settings:
         return next((DTYPES[dtype] for dtype in named.values()), None)
 
     def quantisation(self) -> str | None:
-        """What the configuration says of quantised weights, in words; None where it says nothing."""
+        """The quantisation of the weights, in words for an error; None where the configuration names none."""
         for name in QUANTISED:
             if name in self:
                 how = self.fields[name]

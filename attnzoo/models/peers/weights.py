@@ -1,4 +1,4 @@
-"""The tensors of a model folder, with a record of what has been read."""
+"""The tensors of a model folder, with a record of those that have been read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Weights:
     """Tensors by the peer's names.
 
     Args:
-        names: all there are, in the order of the files.
-        read: gives one of them.
-        dtype: the name of one's dtype, without reading it.
+        names: all names, in the order of the files.
+        read: a function that returns the tensor of a name.
+        dtype: a function that returns the dtype's name of a tensor without reading it.
     """
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Tensor], dtype: Callable[[str], str]) -> None:
@@ -36,7 +36,7 @@ class Weights:
         """The tensor of that name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no such tensor.
         """
         if name not in self.names:
             raise unknown("weight", name, sorted(self.names))
@@ -44,29 +44,30 @@ class Weights:
         return self.read(name)
 
     def skip(self, name: str) -> None:
-        """A tensor that says nothing that the configuration does not say (a tied head, a table of angles)."""
+        """Mark a redundant tensor (a tied head, a table of angles) as read."""
         self.unread.discard(name)
 
     @staticmethod
     def of_folder(folder: Path) -> Weights:
-        """Those of a folder in Hugging Face's layout: safetensors, in one file or several, or a pickled state dict.
+        """The weights of a folder in Hugging Face's layout: safetensors, in one file or several, or a pickled state
+        dict.
 
         Raises:
-            FileNotFoundError: none of these is there.
+            FileNotFoundError: no such file.
             ValueError: one of them cannot be read.
         """
         try:
             return Weights._of_folder(folder)
         except (FileNotFoundError, PermissionError):
             raise
-        except Exception as error:  # safetensors and pickle raise kinds of their own
+        except Exception as error:  # safetensors and pickle raise their own errors
             raise ValueError(f"{folder}: its weights cannot be read: {error}") from error
 
     @staticmethod
     def _of_folder(folder: Path) -> Weights:
         from safetensors import safe_open
 
-        if (folder / WHOLE).is_file():  # beside an index, too: saved again over shards
+        if (folder / WHOLE).is_file():  # a whole file wins over an index of an earlier save in shards
             parts: dict[str, list[str]] = {WHOLE: []}
         elif (folder / INDEX).is_file():
             parts = _parts(folder / INDEX)
@@ -97,7 +98,7 @@ class Weights:
 
     @staticmethod
     def of_state(state: Mapping[str, Tensor]) -> Weights:
-        """Those of a state dict."""
+        """The weights of a state dict."""
         return Weights(
             list(state),
             lambda name: state[name].detach().clone(),
@@ -106,7 +107,7 @@ class Weights:
 
 
 def _parts(index: Path) -> dict[str, list[str]]:
-    """The files that an index names -> the tensors that it says each of them holds."""
+    """The files of an index, each with the names of its tensors."""
     place = json_object(index.read_bytes(), index.name).get("weight_map")
     if not isinstance(place, dict) or not all(isinstance(part, str) for part in place.values()):
         raise ValueError(f"{index.name}: expected a weight_map, from the names of tensors to those of files")
@@ -120,7 +121,7 @@ def _parts(index: Path) -> dict[str, list[str]]:
 
 
 def _check_part(part: str, said: Sequence[str], there: Collection[str]) -> None:
-    """Refuse a part of the weights without a tensor that its index places there; it may hold others."""
+    """Raise where a file lacks a tensor that the index lists in it; it may hold others."""
     missing = sorted(set(said).difference(there))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
