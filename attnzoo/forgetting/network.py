@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Evict, QueryBounds
 from attnzoo.algebra.values import as_given, records
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy
 from attnzoo.forgetting.inplace import ForgettingMemory
 from attnzoo.forgetting.panels import Logits
-from attnzoo.forgetting.rules import Forgetting, blended
+from attnzoo.forgetting.rules import Forgetting, blended, room
 from attnzoo.forgetting.steps import extend_forgetting
 from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.caches.inplace import BatchRows
@@ -126,6 +128,11 @@ class ForgetNetwork(PreciseModule):
     def budget_shares(self) -> Tensor | None:
         """The key heads' learned shares of the layer's budget, ``[G]`` with mean 1; None for equal shares."""
         return self.shares.softmax(0) * self.heads if self.options.learned_budget else None
+
+    def policy(self, budget: int | str | None, evict: Evict | None, bounds: QueryBounds | None) -> Policy:
+        """The rules by which a new cache of the layer evicts keys; ``bounds`` are those of later queries."""
+        log_eps = None if evict is None else math.log(evict.eps)
+        return Policy(self.options, *room(budget), log_eps, bounds, self.window)
 
     def network(self) -> Network:
         """The network in pieces, for a cache."""

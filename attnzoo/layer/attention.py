@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -13,35 +12,25 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
-from attnzoo.errors import unknown
 from attnzoo.forgetting.cache import Policy
 from attnzoo.forgetting.network import ForgetNetwork
-from attnzoo.forgetting.rules import Forgetting, room
+from attnzoo.forgetting.rules import Forgetting
 from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_borders
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
-from attnzoo.layer.checks import (
-    check_cache,
-    check_forgetting,
-    check_hidden,
-    check_keeps,
-    check_layer,
-    evicts,
-    keys_per_token,
-    valid_tokens,
-)
+from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, chosen, run
+from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
+from attnzoo.layer.stream import LayerCache, Owner, Stream, rows_of_call
 from attnzoo.precision import PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -80,15 +69,8 @@ class Attention(PreciseModule):
         keep_carries: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(config, AttentionConfig):
-            raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
-        if impl not in IMPLS:
-            raise unknown("impl", impl, IMPLS)
+        check_layer(variant, config, prune, impl, forgetting, keep_carries)
         classes = gate_classes(config.gate)
-        check_layer(variant, config, classes, prune)
-        if forgetting is not None:
-            check_forgetting(variant, forgetting, impl, prune is not None)
-        check_keeps(variant, keep_carries, forgetting is not None)
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.keep_carries = keep_carries
         self.scale = config.scale
@@ -221,7 +203,7 @@ class Attention(PreciseModule):
         check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
-        stream, packing = self._stream(x, cu_seqlens, attention_mask, cache)
+        stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         rows = x if packing is None else packing.unpack(x)
         if stream.valid is not None:
             rows = rows.masked_fill(~stream.valid[..., None], 0.0)
@@ -251,32 +233,6 @@ class Attention(PreciseModule):
             dtype: the dtype that q and k are rounded to.
         """
         return largest_score(self, dtype)
-
-    def _stream(
-        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
-    ) -> tuple[Stream, Packing | None]:
-        """The stream of a call's rows, and their packing where packed rows meet a cache of separate rows."""
-        shape = (x.shape[0], x.shape[1])
-        if cu_seqlens is None and attention_mask is None and cache is None:
-            return Stream(None, None, shape, x.device), None
-        if cache is not None and not isinstance(cache, LayerCache):
-            raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
-        if cu_seqlens is not None:
-            if attention_mask is not None:
-                raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
-            if x.shape[0] != 1:
-                raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
-            check_borders(cu_seqlens, x)
-            if cache is None:
-                return Stream(None, None, shape, x.device, cu_seqlens), None
-            packing = Packing.of(cu_seqlens)
-            cache.check(self, len(cu_seqlens) - 1, x)
-            return Stream(packing.valid, cache, (packing.index.shape[0], packing.index.shape[1]), x.device), packing
-        past = () if cache is None else (cache.tokens, cache.seen, getattr(cache.state, "valid", None))
-        valid = valid_tokens(attention_mask, x, *past)
-        if cache is not None:
-            cache.check(self, x.shape[0], x)
-        return Stream(valid, cache, shape, x.device), None
 
     def _core(self, projected: Projected, stream: Stream) -> tuple[Tensor, Any]:
         """The core's output ``[B, T, H, V]`` and the state after the call."""
@@ -332,9 +288,8 @@ class Attention(PreciseModule):
         if cache.state is not None:
             policy: Policy = cache.state.policy
             return policy
-        log_eps = None if cache.evict is None else math.log(cache.evict.eps)
-        bounds = None if log_eps is None else self.query_bounds(call.q.dtype)
-        return Policy(self.forget.options, *room(cache.budget), log_eps, bounds, self.config.window)
+        bounds = None if cache.evict is None else self.query_bounds(call.q.dtype)
+        return self.forget.policy(cache.budget, cache.evict, bounds)
 
     def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
         """The output ``[B, T, D]`` of an in-place step, with operations that a CUDA graph can record."""

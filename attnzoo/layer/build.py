@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -92,3 +93,17 @@ def _prune(acp: bool | Prune) -> Prune | None:
     if not isinstance(acp, bool):
         raise TypeError(f"acp: expected True, False or attnzoo.Prune, got {acp!r}")
     return Prune() if acp else None
+
+
+def from_file(options: dict[str, Any]) -> dict[str, Any]:
+    """Layer options with a file's mappings (`acp: {eps: 1e-4}`, `forgetting: {window: 8}`) turned into objects."""
+    made: dict[str, Any] = {}
+    for option, kind in (("acp", Prune), ("forgetting", Forgetting)):
+        given = options.get(option)
+        if isinstance(given, Mapping):
+            known = [field.name for field in fields(kind)]
+            for key in given:
+                if key not in known:
+                    raise unknown("option", key, known, of=option)
+            made[option] = kind(**given)
+    return {**options, **made}

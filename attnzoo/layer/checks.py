@@ -11,17 +11,36 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.algebra.values import reads_values
-from attnzoo.errors import KINDS, UnavailableError
+from attnzoo.errors import KINDS, UnavailableError, unknown
 from attnzoo.forgetting.rules import Forgetting, room
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.gates import GateProjection
+from attnzoo.layer.dispatch import IMPLS
+from attnzoo.layer.gates import GateProjection, gate_classes
 from attnzoo.layer.gates.matrix import checked_factors
 from attnzoo.registry import Variant, get, list_variants
 
 
 def check_layer(
+    variant: Variant, config: AttentionConfig, prune: Prune | None, impl: str, forgetting: Forgetting | None,
+    keep_carries: bool,
+) -> None:  # fmt: skip
+    """Raise where a variant cannot have a layer with these arguments of it.
+
+    Raises:
+        TypeError, ValueError: see :class:`~attnzoo.layer.attention.Attention`.
+    """
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
+    if impl not in IMPLS:
+        raise unknown("impl", impl, IMPLS)
+    _check_parts(variant, config, gate_classes(config.gate), prune)
+    if forgetting is not None:
+        _check_forgetting(variant, forgetting, impl, prune is not None)
+    _check_keeps(variant, keep_carries, forgetting is not None)
+
+
+def _check_parts(
     variant: Variant, config: AttentionConfig, classes: Sequence[type[GateProjection]], prune: Prune | None
 ) -> None:
     """Raise where a variant cannot have a layer with this ``config`` and gate projections of these ``classes``.
@@ -62,7 +81,7 @@ def check_layer(
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
 
 
-def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
+def _check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
     """Raise where a layer of the variant cannot have One-Pass Forgetting.
 
     Raises:
@@ -82,7 +101,7 @@ def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned
         raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (the student has no kernel): {impl!r}")
 
 
-def check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:
+def _check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:
     """Raise where ``keep_carries`` is asked for and the variant's kernels have no carries to keep.
 
     Raises:
@@ -194,48 +213,3 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
         raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
     if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
-
-
-def valid_tokens(
-    mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None, places: Tensor | None = None
-) -> Tensor | None:
-    """The mask of tokens among the rows ``x [B, T, D]``, ``[B, T]`` bool; None where none is padding.
-
-    Args:
-        mask: ``[B, T]``, or ``[B, S + T]`` with the S = ``cached`` tokens before; None for no padding.
-        seen: how many of the cached rows were tokens, ``[B]``; None without a cache.
-        places: mask of tokens among the cached rows, ``[B, S]`` bool; None where all were, or where a state has no
-            mask.
-
-    Raises:
-        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
-            are hidden.
-    """
-    if mask is None:
-        return None
-    B, T = x.shape[:2]
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-    # sizes one by one: a compiled graph compares a tuple with a symbolic size as unequal to any other
-    if mask.ndim != 2 or mask.shape[0] != B or (mask.shape[1] != T and mask.shape[1] != cached + T):
-        also = f" or [B, S + T] = {(B, cached + T)}" if cached else ""
-        raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")
-    if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"attention_mask: expected bool or integers (0 at padding), got {mask.dtype}")
-    if mask.device != x.device:
-        raise ValueError(f"attention_mask: expected the device of x, {x.device}, got {mask.device}")
-    valid = mask[:, mask.shape[1] - T :]
-    if not reads_values(mask):
-        return valid.bool()
-    if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
-        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
-    if seen is not None and mask.shape[1] > T:
-        before = mask[:, :-T].bool()
-        there = before if places is None else before & places
-        if bool((there.sum(1) < seen).any()):
-            raise ValueError(
-                f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {there.sum(1).tolist()} of "
-                "them (what is cached cannot be hidden)"
-            )
-    valid = valid.bool()
-    return None if bool(valid.all()) else valid

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.algebra.values import reads_values
 from attnzoo.forms.caches.state import check_rows, whole
+from attnzoo.forms.options import check_borders
 
 
 class Owner(weakref.ref[nn.Module]):
@@ -112,6 +114,24 @@ class LayerCache:
 
 class AllOrNone:
     """``with AllOrNone(caches):`` restores the caches of all layers when the call of one fails."""
+
+    @classmethod
+    def of(cls, caches: Any, layers: int) -> AllOrNone:
+        """The context that restores all layers' caches if a call fails, after checking that they fit; none for None.
+
+        Raises:
+            TypeError, ValueError: other caches than these, or layers that have not seen the same tokens.
+        """
+        if caches is None:
+            return cls(())
+        if not isinstance(caches, list | tuple) or not all(isinstance(layer, LayerCache) for layer in caches):
+            raise TypeError(f"cache: expected what new_cache() makes, got {type(caches).__name__}")
+        if len(caches) != layers:
+            raise ValueError(f"cache: expected {layers} layers, as new_cache() makes, got {len(caches)}")
+        tokens = {layer.tokens for layer in caches}
+        if len(tokens) > 1:
+            raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
+        return cls(caches)
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         self.before = [(cache, vars(cache).copy()) for cache in caches]
@@ -249,3 +269,75 @@ class Packing:
         if self.valid is None:
             return x.reshape(1, tokens, -1)
         return x[self.valid][None]
+
+
+def rows_of_call(
+    layer: nn.Module, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
+) -> tuple[Stream, Packing | None]:
+    """The stream of a call's rows, and their packing where packed rows meet a cache of separate rows."""
+    shape = (x.shape[0], x.shape[1])
+    if cu_seqlens is None and attention_mask is None and cache is None:
+        return Stream(None, None, shape, x.device), None
+    if cache is not None and not isinstance(cache, LayerCache):
+        raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
+    if cu_seqlens is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
+        if x.shape[0] != 1:
+            raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
+        check_borders(cu_seqlens, x)
+        if cache is None:
+            return Stream(None, None, shape, x.device, cu_seqlens), None
+        packing = Packing.of(cu_seqlens)
+        cache.check(layer, len(cu_seqlens) - 1, x)
+        return Stream(packing.valid, cache, (packing.index.shape[0], packing.index.shape[1]), x.device), packing
+    past = () if cache is None else (cache.tokens, cache.seen, getattr(cache.state, "valid", None))
+    valid = valid_tokens(attention_mask, x, *past)
+    if cache is not None:
+        cache.check(layer, x.shape[0], x)
+    return Stream(valid, cache, shape, x.device), None
+
+
+def valid_tokens(
+    mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None, places: Tensor | None = None
+) -> Tensor | None:
+    """The mask of tokens among the rows ``x [B, T, D]``, ``[B, T]`` bool; None where none is padding.
+
+    Args:
+        mask: ``[B, T]``, or ``[B, S + T]`` with the S = ``cached`` tokens before; None for no padding.
+        seen: how many of the cached rows were tokens, ``[B]``; None without a cache.
+        places: mask of tokens among the cached rows, ``[B, S]`` bool; None where all were, or where a state has no
+            mask.
+
+    Raises:
+        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
+            are hidden.
+    """
+    if mask is None:
+        return None
+    B, T = x.shape[:2]
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
+    # sizes one by one: a compiled graph compares a tuple with a symbolic size as unequal to any other
+    if mask.ndim != 2 or mask.shape[0] != B or (mask.shape[1] != T and mask.shape[1] != cached + T):
+        also = f" or [B, S + T] = {(B, cached + T)}" if cached else ""
+        raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"attention_mask: expected bool or integers (0 at padding), got {mask.dtype}")
+    if mask.device != x.device:
+        raise ValueError(f"attention_mask: expected the device of x, {x.device}, got {mask.device}")
+    valid = mask[:, mask.shape[1] - T :]
+    if not reads_values(mask):
+        return valid.bool()
+    if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
+        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
+    if seen is not None and mask.shape[1] > T:
+        before = mask[:, :-T].bool()
+        there = before if places is None else before & places
+        if bool((there.sum(1) < seen).any()):
+            raise ValueError(
+                f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {there.sum(1).tolist()} of "
+                "them (what is cached cannot be hidden)"
+            )
+    valid = valid.bool()
+    return None if bool(valid.all()) else valid

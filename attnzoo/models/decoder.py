@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.pruning import Evict, Prune
+from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import check_kinds, unknown
-from attnzoo.forgetting.rules import Forgetting
+from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.build import build_attention
+from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import AllOrNone, LayerCache
@@ -62,7 +61,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
-        self.attention = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
+        self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
         wide = config.mlp_size > 0
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if wide else None
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size) if wide else None
@@ -207,7 +206,7 @@ class LanguageModel(nn.Module):
         if targets is not None:
             self.check_tokens("input_ids", input_ids)
             self.check_tokens("targets", targets, input_ids.shape, IGNORED)
-        with _all_or_none(cache, len(self.blocks)):
+        with AllOrNone.of(cache, len(self.blocks)):
             again = self.recompute and cache is None and torch.is_grad_enabled()
             x = self.hidden(
                 input_ids,
@@ -253,7 +252,7 @@ class LanguageModel(nn.Module):
             self.check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
         x = embedded  # [B, T, D]
-        with _all_or_none(cache, len(self.blocks)):
+        with AllOrNone.of(cache, len(self.blocks)):
             for index, block in enumerate(self.blocks):
                 if states is not None:
                     states.append(x)
@@ -397,31 +396,3 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
     return cast(Tensor, checkpoint(block, x, use_reentrant=False, **arguments))
-
-
-def _from_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Layer options with a file's mappings (`acp: {eps: 1e-4}`, `forgetting: {window: 8}`) turned into objects."""
-    made: dict[str, Any] = {}
-    for option, kind in (("acp", Prune), ("forgetting", Forgetting)):
-        given = options.get(option)
-        if isinstance(given, Mapping):
-            known = [field.name for field in fields(kind)]
-            for key in given:
-                if key not in known:
-                    raise unknown("option", key, known, of=option)
-            made[option] = kind(**given)
-    return {**options, **made}
-
-
-def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
-    """The context that restores all layers' caches if a call fails, after checking that the cache fits."""
-    if cache is None:
-        return AllOrNone(())
-    if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):
-        raise TypeError(f"cache: expected what new_cache() makes, got {type(cache).__name__}")
-    if len(cache) != layers:
-        raise ValueError(f"cache: expected {layers} layers, as new_cache() makes, got {len(cache)}")
-    tokens = {layer.tokens for layer in cache}
-    if len(tokens) > 1:
-        raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
-    return AllOrNone(cache)
