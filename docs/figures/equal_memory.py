@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.figures import INK, MUTED, quiet
 from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.report.experiment import overlaid
+from attnzoo.experiments.report.outcome_figures import overlaid
 from attnzoo.experiments.run_figures import Overlaid
 
 SIZE = "cpu"  # of both experiments

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from attnzoo.experiments.experiment import Experiment, Measured, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
 from attnzoo.experiments.outcome import Outcome, load_outcome
-from attnzoo.experiments.report.experiment import picture
+from attnzoo.experiments.report.outcome_figures import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
