@@ -25,11 +25,8 @@ from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
-from attnzoo.experiments.report.results import JSON_NAME, describe_machine
+from attnzoo.experiments.report.results import JSON_NAME, describe_layers, describe_machine, describe_sizes
 from attnzoo.files import check_folder
-from attnzoo.layer.attention import Attention
-from attnzoo.models import LanguageModel
-from attnzoo.models.config import ModelConfig
 from attnzoo.registry import get
 from attnzoo.settings import names_key, read_settings, read_yaml
 from attnzoo.terminal import print_table
@@ -303,12 +300,6 @@ def _settings(config: TrainConfig, evaluate: EvaluateConfig) -> str:
     return to_yaml(config) + "evaluate:\n" + "".join(f"  {line}\n" for line in to_yaml(evaluate).splitlines())
 
 
-def _model_words(model: ModelConfig) -> str:
-    block = model.attention_options.get("block")
-    layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
-    return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
-
-
 def _windows(data: Data, config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
     """Held-out windows of ``length_factor`` training contexts, ``[N, length + 1]``."""
     length = config.data.context_length * evaluate.length_factor
@@ -322,27 +313,6 @@ def _windows(data: Data, config: TrainConfig, evaluate: EvaluateConfig) -> Tenso
 
 def _digest(windows: Tensor) -> str:
     return hashlib.sha256(f"{list(windows.shape)}".encode() + windows.cpu().numpy().tobytes()).hexdigest()
-
-
-def _parts(model: LanguageModel) -> list[str]:
-    """What the attention layers have besides projections, gate and core."""
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    layers = [layer.config for layer in attentions]
-    present = {
-        "short convolution": any(layer.conv_size for layer in layers),
-        "KV-shift": any(layer.kv_shift for layer in layers),
-        "QK-norm": any(layer.qk_norm != "none" for layer in layers),
-        "feature map": any(layer.feature_map != "identity" for layer in layers),
-        "rotation": any(layer.rotary is not None for layer in layers),
-        "output norm": any(layer.output_norm != "none" for layer in layers),
-        "output gate": any(layer.output_gate != "none" for layer in layers),
-        "skip": any(layer.skip for layer in layers),
-        "grouped heads": any(min(layer.query_heads, layer.kv_heads) < layer.num_heads for layer in layers),
-        "window": any(layer.window is not None for layer in layers),
-        "sinks": any(layer.sinks for layer in layers),
-        "forget network": any(layer.forget is not None for layer in attentions),
-    }
-    return [name for name, there in present.items() if there]
 
 
 def measure(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
@@ -388,8 +358,8 @@ def measure(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str)
         seconds=progress.seconds,
         tokens_per_second=statistics.median(speeds),
         unit="byte" if is_bytes(config.data) else "token",
-        model=_model_words(config.model),
-        parts=_parts(model),
+        model=describe_sizes(config.model),
+        parts=describe_layers(model),
         text="the Python standard library's own source" if config.data.title == "stdlib" else config.data.title,
         settings=_settings(run.config, evaluate),
         command=command,

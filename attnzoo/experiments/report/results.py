@@ -20,6 +20,9 @@ import numpy as np
 
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
 from attnzoo.files import digest, parse_json, write_whole
+from attnzoo.layer.attention import Attention
+from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
 
 JSON_NAME, ARRAYS_NAME = "evaluation.json", "evaluation.npz"
 logger = logging.getLogger(__name__)
@@ -237,3 +240,31 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def describe_sizes(model: ModelConfig) -> str:
+    """A model's sizes and the block of its layers, in words."""
+    block = model.attention_options.get("block")
+    layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
+    return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
+
+
+def describe_layers(model: LanguageModel) -> list[str]:
+    """What the attention layers have besides projections, gate and core."""
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [layer.config for layer in attentions]
+    present = {
+        "short convolution": any(layer.conv_size for layer in layers),
+        "KV-shift": any(layer.kv_shift for layer in layers),
+        "QK-norm": any(layer.qk_norm != "none" for layer in layers),
+        "feature map": any(layer.feature_map != "identity" for layer in layers),
+        "rotation": any(layer.rotary is not None for layer in layers),
+        "output norm": any(layer.output_norm != "none" for layer in layers),
+        "output gate": any(layer.output_gate != "none" for layer in layers),
+        "skip": any(layer.skip for layer in layers),
+        "grouped heads": any(min(layer.query_heads, layer.kv_heads) < layer.num_heads for layer in layers),
+        "window": any(layer.window is not None for layer in layers),
+        "sinks": any(layer.sinks for layer in layers),
+        "forget network": any(layer.forget is not None for layer in attentions),
+    }
+    return [name for name, there in present.items() if there]
