@@ -1,1 +1,1 @@
-"""A trained model with its tokenizer, from a run or a model folder, and what is done with it."""
+"""A trained model with its tokenizer, from a run or a model folder: continuation, export, import, and commands."""

@@ -1,4 +1,4 @@
-"""``attnzoo extend``, ``generate``, ``export`` and ``import``: what is done with a model that was trained."""
+"""The commands ``attnzoo extend``, ``generate``, ``export`` and ``import``, which use a trained model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ processes_option = click.option(
 
 
 def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) -> TrainConfig:
-    """A run's own configuration, for the folder that it is in, though the run began elsewhere or was moved since.
+    """The configuration with `output_dir` set to the run folder in which its file lies, as a run may have been moved.
 
     Args:
-        config: as read.
-        path: of the file that it was read from; anything else is none.
-        overrides: `key=value` each, `output_dir` perhaps among them, which then counts.
+        config: the configuration.
+        path: the file that it was read from; other values change nothing.
+        overrides: `key=value` each; an `output_dir` among them counts instead.
     """
     given = any(override.startswith("output_dir=") for override in overrides)
     if given or not isinstance(path, Path) or path.name != "config.yaml":
@@ -40,16 +40,16 @@ def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) ->
 
 
 def train_by(processes: int, config: TrainConfig, *words: str) -> None:
-    """Train in this process, or start several that do it.
+    """Train in this process, or start several processes that train together.
 
     Args:
-        processes: how many.
-        config: of the run.
-        words: of the command that each of several is to run, after `attnzoo`.
+        processes: number of processes.
+        config: the run's configuration.
+        words: the words, after `attnzoo`, of the command that each of several processes runs.
 
     Raises:
-        ValueError: processes that cannot be, or that the batch does not divide among; and as `train`.
-        LaunchError: one of several failed.
+        ValueError: a number of processes that cannot be started or does not divide the batch; and as `train`.
+        LaunchError: one of several processes failed.
     """
     from attnzoo.training import train
     from attnzoo.training.launch import check_processes, end_with_launcher, launch
@@ -60,7 +60,7 @@ def train_by(processes: int, config: TrainConfig, *words: str) -> None:
         return launch([sys.executable, "-m", "attnzoo", *words], processes)
     end_with_launcher()
     first = os.environ.get("RANK", "0") == "0"
-    if not first:  # what is said to all is said once
+    if not first:  # one process prints
         logging.getLogger("attnzoo").setLevel(logging.ERROR)
     folder = train(config)
     if first:
@@ -68,7 +68,7 @@ def train_by(processes: int, config: TrainConfig, *words: str) -> None:
 
 
 def number_or_text(kind: type) -> Callable[[str], Any]:
-    """An option that is a number or a text; what reads it says which of them there are."""
+    """A parser of a command-line option that is a number of ``kind``, or else a text, which its reader checks."""
 
     def read(given: str) -> Any:
         with suppress(ValueError):
@@ -148,7 +148,7 @@ def generate(
     """Continue a text.
 
     RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head kept to standard error, also where it is interrupted.
+    drawn; speed, memory and the keys that each head held to standard error, also when interrupted.
     """
     import torch
 

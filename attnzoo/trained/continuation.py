@@ -1,4 +1,4 @@
-"""Text from a run or a model folder: the model with its tokenizer, and a continuation as it is drawn."""
+"""Continuation of a text by a model and tokenizer of a run or a model folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from attnzoo.trained.model import TrainedModel, load_trained
 
 
 def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None) -> TrainedModel:
-    """The model of a run's newest whole checkpoint, or of a model folder, that can go on with a text.
+    """The model of a run's newest whole checkpoint, or of a model folder, checked to have a tokenizer.
 
     Args:
         source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
-        device: where the model goes.
-        dtype: of the weights; None keeps that of the files.
+        device: the device of the model.
+        dtype: the dtype of the weights; None keeps that of the files.
 
     Raises:
-        FileNotFoundError: neither is there, or no checkpoint, or no tokenizer.
-        ValueError: a model of another library, or tokens whose text nobody has said, or that are those of a task.
+        FileNotFoundError: no run or model folder, no checkpoint, or no tokenizer.
+        ValueError: a model of another library, or tokens without a tokenizer, such as those of a task.
         ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed. A run on bytes needs
             neither.
     """
@@ -47,34 +47,34 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
             f"{TOKENIZER} into the folder"
         )
     if not found.has_text:
-        read_tokenizer(source)  # says what is missing
+        read_tokenizer(source)  # raises and names what is missing
     for layer in found.model.attentions():
         if layer.forget is not None and layer.forget.blend != 1:
             now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"
             kind = "expected a model whose layers forget alone, got one that learns it"
             raise ValueError(f"{str(source)!r}: {kind} ({now})")
-    _ = found.decode, found.stop  # a tokenizer that cannot be read is refused here
+    _ = found.decode, found.stop  # raises for a damaged tokenizer
     return found
 
 
 @dataclass(eq=False)
 class Continuation:
-    """The text that follows a prompt; making it takes the memory, iterating draws it, and then the rest is known.
+    """A continuation of a prompt: the constructor allocates the caches, and iteration draws the text.
 
     Args:
         source: the model.
-        prompt: what it continues.
-        max_tokens: at most so many follow.
-        evict: weight that rows may lose for keys that are given up, or "offload", or None for none.
-        budget: what each layer that forgets may hold, or None for what it has not forgotten.
+        prompt: the text to continue.
+        max_tokens: the most tokens to draw.
+        evict: the total weight that a row may lose by evicted keys, or "offload", or None to evict none.
+        budget: the tokens or memory that each layer with One-Pass Forgetting may hold, or None.
         sampling: see :meth:`~attnzoo.models.generation.engine.Generator.add`.
-        stop: texts before the first of which it ends, special tokens by their names among them.
+        stop: texts, or names of special tokens, before the first of which the continuation ends.
 
     Attributes:
-        request: the sequence as the generator knows it.
+        request: the generator's request.
         bytes: memory of the caches.
-        prefill_seconds: until the first token was drawn.
-        speed: tokens per second after the first few, with which steps are compiled or recorded; None without others.
+        prefill_seconds: seconds until the first token was drawn.
+        speed: tokens per second, without the first few, during which steps are compiled; None for short texts.
 
     Raises:
         TypeError, ValueError, MemoryError: as :class:`~attnzoo.models.generation.engine.Generator` and its
@@ -111,7 +111,7 @@ class Continuation:
         self.request = self._generator.requests[number]
 
     def __iter__(self) -> abc.Generator[str, None, None]:
-        """The text as it becomes known, whole characters; however it ends, what was used is known afterwards."""
+        """Yield the text as it is drawn, in whole characters; sets the measured attributes even if interrupted."""
         generator, request = self._generator, self.request
         start = time.perf_counter()
         begun, before = 0.0, 0
@@ -131,10 +131,10 @@ class Continuation:
             self.bytes = generator.bytes()
             if len(request.tokens) > before > 0:
                 self.speed = (len(request.tokens) - before) / (time.perf_counter() - begun)
-            generator.cancel(request.id)  # where it has not ended by itself
+            generator.cancel(request.id)  # where it has not ended itself
 
     def summary(self) -> list[str]:
-        """Speed, memory and the keys that each head kept, in lines; after the text."""
+        """Lines with the speed, memory and number of keys that each head held, after iteration."""
         new, length = len(self.request.tokens), self.request.length
         speed = "" if self.speed is None else f", {self.speed:.1f} tokens/s"
         lines = [
@@ -160,6 +160,6 @@ class Continuation:
 
 
 def _memory(number: int) -> str:
-    """Bytes, to one digit after the point in the largest unit that they reach."""
+    """A number of bytes in print, with one decimal in the largest fitting unit."""
     unit = min(3, max(1, (number.bit_length() - 1) // 10))
     return f"{number / 1024**unit:.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"

@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face: written from a run or from another library's model."""
+"""Export and import: Hugging Face model folders written from a run or from another library's model."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ SPEAKS = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 prompt = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=True)[0]))
 """
-RECIPE = "train.yaml"  # in an imported folder: a configuration that trains on from it
+RECIPE = "train.yaml"  # in an imported folder: a configuration that continues training from it
 
 
 def export_run(run: Path, folder: Path) -> Path:
     """Write the newest whole checkpoint of a run as a folder for `AutoModelForCausalLM.from_pretrained`.
 
     The folder holds the weights (safetensors), the configuration, a model card, and the tokenizer of the run's data,
-    where it is known. It appears whole or not at all. Layers that are still learning to forget stay where they stand:
-    their share of the teacher is in the configuration.
+    where it is known. It is written whole or not at all. Layers in the middle of learning One-Pass Forgetting keep
+    their present schedule values, which are written to the configuration.
 
     Args:
         run: the folder of a run.
@@ -78,7 +78,7 @@ def export_run(run: Path, folder: Path) -> Path:
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Write another library's model as a folder for `AutoModelForCausalLM.from_pretrained`, with its tokenizer.
 
-    The folder also holds `train.yaml`, a configuration that starts from it. It appears whole or not at all.
+    The folder also holds `train.yaml`, a training configuration that starts from it. It is written whole or not at all.
 
     Args:
         source: the peer's folder, as :func:`~attnzoo.models.peers.from_peer` takes it.
@@ -86,7 +86,7 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
         dtype: of the weights; None keeps the peer's.
 
     Returns:
-        What an importer should know, one line each.
+        Remarks for the importer, one line each.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`~attnzoo.models.peers.from_peer`.
@@ -116,14 +116,14 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
 
 
 def recipe_of(folder: str | Path) -> TrainConfig:
-    """The configuration by which a run was trained, or one that trains on from a model folder.
+    """The configuration of a run, or one that continues training from a model folder.
 
     Args:
-        folder: of a run, or one that `attnzoo export` or `attnzoo import` wrote. Of the latter two only the model is
-            known; how it is trained, and on what, is left at the defaults.
+        folder: a run's folder, or one that `attnzoo export` or `attnzoo import` wrote. For the latter two only the
+            model is known; optimizer and data have their defaults.
 
     Raises:
-        FileNotFoundError: neither is there.
+        FileNotFoundError: neither a run nor a model folder.
         ValueError: a model of another library.
         ModuleNotFoundError: transformers, for a model folder, is not installed.
     """

@@ -1,4 +1,4 @@
-"""A model with its tokenizer: a run's, a model folder's, or one with fresh weights; and text that it has not seen."""
+"""A model with its tokenizer, from a run, a model folder or fresh weights; and held-out text for it."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from attnzoo.training.digests import MODEL
 from attnzoo.training.model import new_model
 from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 
-LONG = 2**24  # tokens that are read of a text
+LONG = 2**24  # most tokens to read of a text
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model, its tokenizer, and what else is known of it.
+    """A model, its tokenizer, and its origin.
 
     Args:
-        title: what it is, in words.
-        model: in evaluation mode.
-        folder: of the run or of the model; None for fresh weights.
-        config: by which it was trained, or would be; None for a model folder, which does not say.
-        checkpoint: of a run, the one that was loaded.
-        files: of the tokenizer; empty where its tokens are bytes, or nobody has said what they are.
-        texts: what :func:`held_out_text` has read, by the text's name.
+        title: a description of the model.
+        model: the model in evaluation mode.
+        folder: folder of the run or of the model; None for fresh weights.
+        config: the training configuration; None for a model folder, which has none.
+        checkpoint: the checkpoint that was loaded, for a run.
+        files: the tokenizer's files; empty where tokens are bytes or their tokenizer is unknown.
+        texts: texts read by :func:`held_out_text`, by name.
     """
 
     title: str
@@ -65,7 +65,7 @@ class TrainedModel:
 
     @property
     def identity(self) -> str:
-        """A text that is another one for every other checkpoint of a run; empty where there is none."""
+        """A text that identifies a run's checkpoint; empty where there is no checkpoint."""
         return "" if self.checkpoint is None else identity(self.checkpoint)
 
     @property
@@ -75,20 +75,22 @@ class TrainedModel:
 
     @property
     def task(self) -> str | None:
-        """The synthetic task that it was trained on, if it was one."""
+        """The name of the synthetic task that it was trained on, or None."""
         return None if self.config is None else self.config.data.task
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens as those of a prompt: behind what the tokenizer puts before every text, and nothing after.
+        """The tokens of a prompt: with the tokenizer's special tokens before the text, and none after it.
 
         Raises:
-            ValueError: nobody has said what its tokens are.
+            ValueError: the tokenizer is unknown.
         """
         return byte_tokens(text) if self._bytes else self._prompt(text)
 
     def document(self, text: str) -> list[int]:
-        """A document's tokens but the one that ends it; of a run as `attnzoo tokenize` writes those that it learns:
-        nothing stands before them, and a special token's name within a text is text. ValueError as :meth:`encode`.
+        """The tokens of a document without the token that ends it.
+
+        For a run they are as `attnzoo tokenize` writes training texts: no special token stands before them, and a
+        special token's name within the text is plain text. It raises ValueError as :meth:`encode` does.
         """
         if self._bytes:
             return encode_bytes(text)
@@ -98,19 +100,19 @@ class TrainedModel:
 
     @cached_property
     def decode(self) -> Decoding:
-        """The text of tokens; ValueError as :meth:`encode`."""
+        """The decoder from tokens to text; raises ValueError as :meth:`encode`."""
         if self._bytes:
             return Decoding(text_of_bytes, {END: DOCUMENT_END})
         return Decoding.of_tokenizer(self._tokenizer)
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document, where there is one."""
+        """The token that ends a document, or None."""
         return DOCUMENT_END if self._bytes else next(iter(self._ends), None)
 
     @property
     def stop(self) -> frozenset[int]:
-        """The tokens that end what the model writes: of a folder also those that its settings name."""
+        """The tokens that end the model's text: the tokenizer's, and those in a folder's settings."""
         return frozenset([DOCUMENT_END] if self._bytes else self._ends)
 
     @cached_property
@@ -123,7 +125,7 @@ class TrainedModel:
 
     @property
     def has_text(self) -> bool:
-        """Whether it is known what its tokens stand for."""
+        """Whether the tokenizer is known, so that tokens have a text."""
         return bool(self.files) or self._bytes
 
     @property
@@ -169,19 +171,19 @@ def load_trained(
     *,
     others: bool = True,
 ) -> TrainedModel:
-    """The model of a run, or of a folder in Hugging Face's layout: of ours, or of another library.
+    """The model of a run, or of a folder in Hugging Face's layout, ours or another library's.
 
     Args:
         source: the folder of a run, or one that holds `config.json` and weights, of any kind that `attnzoo import`
             takes.
-        device: where the model goes.
-        dtype: of the weights; None keeps that of the files.
-        checkpoint: of a run, the one to load; None for the newest that is whole.
-        others: take models of other libraries, too.
+        device: the device of the model.
+        dtype: the dtype of the weights; None keeps that of the files.
+        checkpoint: the checkpoint of a run to load; None for the newest whole one.
+        others: whether models of other libraries are accepted.
 
     Raises:
-        FileNotFoundError: neither is there, or no checkpoint.
-        ValueError: a model of a kind that is not known.
+        FileNotFoundError: no run or model folder, or no checkpoint.
+        ValueError: an unknown kind of model.
         ModuleNotFoundError: transformers, for a folder of ours, is not installed.
     """
     if (source / "config.yaml").is_file():
@@ -197,7 +199,7 @@ def load_trained(
 
 
 def _what_is_there(source: Path) -> str:
-    """What a user may have meant by a path that is neither a run nor a model folder."""
+    """A hint, for an error, about a path that is neither a run nor a model folder."""
     if not source.exists():
         return ", which does not exist"
     if not source.is_dir():
@@ -208,13 +210,13 @@ def _what_is_there(source: Path) -> str:
 
 
 def fresh_model(name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
-    """A model as its training would start: with random weights, or those that `start_from` names.
+    """A model as at the start of its training: with random weights, or those that `start_from` names.
 
     Args:
-        name: of the configuration.
-        config: of the training.
-        device: where the model goes.
-        dtype: of the weights; None keeps that of the training.
+        name: the name of the configuration.
+        config: the training configuration.
+        device: the device of the model.
+        dtype: the dtype of the weights; None keeps that of the training.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(config.seed)
@@ -227,10 +229,10 @@ def fresh_model(name: str, config: TrainConfig, device: str = "cpu", dtype: torc
 
 
 def device_named(name: str) -> str:
-    """What `--device` means: cpu, cuda, or auto for a GPU where there is one.
+    """The device of an option `--device`: cpu, cuda, or auto for a GPU where there is one.
 
     Raises:
-        UnavailableError: cuda, and there is no GPU.
+        UnavailableError: cuda without a GPU.
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" != found:
@@ -243,8 +245,8 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
 
     Args:
         folder: in Hugging Face's layout.
-        device: where the model goes.
-        others: take models of other libraries, too.
+        device: the device of the model.
+        others: whether models of other libraries are accepted.
 
     Raises:
         ValueError: a model of another library, or of a kind that is not known; or weights that cannot be read, are
@@ -263,7 +265,8 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
     config = AttnzooConfig.read(fields)
 
     def own_names(weights: Any) -> Iterator[tuple[str, Tensor]]:
-        """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""
+        """The decoder's names and tensors from those of Hugging Face's class; a tied matrix, stored once, is given
+        twice."""
         for name in sorted(weights.names):
             yield name.removeprefix("model."), weights(name)
         for one, other in (("head", "embedding"), ("embedding", "head")):
@@ -274,7 +277,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
 
 
 def held_out_text(subject: TrainedModel, text: str | Path | None = None) -> Tokens | Joined:
-    """Tokens of a text that the model was not trained on, 1-D.
+    """The tokens, 1-D, of a text that the model was not trained on.
 
     Args:
         subject: the model.
@@ -284,7 +287,7 @@ def held_out_text(subject: TrainedModel, text: str | Path | None = None) -> Toke
     Raises:
         FileNotFoundError: no such file.
         CheckpointError: a run's data have changed since.
-        ValueError: no text, tokens that nobody has said the meaning of, or a model of a task.
+        ValueError: an empty text, an unknown tokenizer, or a model of a task.
     """
     if subject.task is not None:
         given = "" if text is None else f", got {str(text)!r}"
@@ -325,10 +328,10 @@ def _tokens(subject: TrainedModel, text: str) -> Tokens:
 
 
 def _held_share(subject: TrainedModel) -> float:
-    """The share of the standard library that the model has not seen.
+    """The share of the standard library that was held out of the model's training.
 
     Raises:
-        ValueError: it has seen all.
+        ValueError: nothing was held out.
     """
     if subject.config is None:
         return DataConfig.heldout_fraction

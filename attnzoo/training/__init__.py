@@ -1,4 +1,4 @@
-"""Training on Hugging Face accelerate: one call, which also resumes what was interrupted."""
+"""Training on Hugging Face accelerate by one call, which also resumes an interrupted run."""
 
 from typing import TYPE_CHECKING
 

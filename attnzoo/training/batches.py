@@ -1,4 +1,4 @@
-"""Rows of tokens as the model takes them: side by side, or packed with the borders of their documents."""
+"""Batches of tokens for a model: separate rows, or rows packed with the borders of their documents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from attnzoo.models.loss import IGNORED
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a model is given.
+    """The inputs and targets of one call of a model.
 
     Args:
         inputs: [B, T], or [1, B T] where documents are packed.
-        targets: of the same shape, -100 where nothing is asked.
-        cu_seqlens: borders of the pieces of documents, [N + 1] int32; None where rows stand side by side.
-        counted: targets that count. Where it is 0 the targets are those of other rows: a model takes none that ask
-            nothing.
-        lengths: of the sequences, [N].
+        targets: [B, T] or [1, B T], -100 where they do not count.
+        cu_seqlens: borders of the pieces of documents, [N + 1] int32; None for separate rows.
+        counted: number of targets that count. Where it is 0, the targets are copied from other rows, as a model refuses
+            a batch without any.
+        lengths: lengths of the sequences, [N].
     """
 
     inputs: Tensor
@@ -34,29 +34,29 @@ class TokenBatch:
     lengths: Starts
 
     def pairs(self, window: int | None = None) -> int:
-        """How many pairs there are of a token and one that it may see, itself among them."""
+        """The number of (query, key) pairs that causality and a window allow, a token with itself included."""
         seen = self.lengths if window is None else self.lengths.clip(max=window)
         return int((seen * (seen + 1) // 2 + (self.lengths - seen) * seen).sum())
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same there."""
+        """A copy on the device."""
         borders = None if self.cu_seqlens is None else moved(self.cu_seqlens, device)
         return TokenBatch(moved(self.inputs, device), moved(self.targets, device), borders, self.counted, self.lengths)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU there; a copy to a GPU is waited for by what reads it, not here."""
+    """A CPU tensor copied to the device, to a GPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> TokenBatch:
-    """Windows [B, T + 1] as inputs and targets.
+    """The inputs and targets of windows [B, T + 1].
 
     Args:
-        windows: of consecutive tokens.
-        begins: where documents begin in each window behind its first token, each of 1 ... T: they become sequences of
-            their own, as do the rows, and the last token of each is asked for nothing. None: a row is one sequence.
-        given: how many of the first windows count; None for all.
+        windows: consecutive tokens.
+        begins: per window the indices, 1 ... T, at which documents begin. Each piece of a document becomes a packed
+            sequence, whose last token has no target. None: a row is one sequence.
+        given: the number of first windows that count; None for all.
     """
     B, T = windows.shape[0], windows.shape[1] - 1
     counts = np.arange(B)[:, None].repeat(T, 1) < (B if given is None else given)
@@ -75,12 +75,12 @@ def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, giv
 def rows_of_answers(
     tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], given: int | None = None
 ) -> TokenBatch:
-    """Rows of a task, each a sequence.
+    """The inputs and targets of a task's rows, each a sequence.
 
     Args:
         tokens: [B, T].
-        targets: what is asked at each token, [B, T], -100 for nothing.
-        given: how many of the first rows count; None for all.
+        targets: the answer at each token, [B, T], -100 where none is asked for.
+        given: the number of first rows that count; None for all.
     """
     B, T = tokens.shape
     counts = (targets != IGNORED) & (np.arange(B)[:, None] < (B if given is None else given))

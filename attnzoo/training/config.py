@@ -1,4 +1,4 @@
-"""One training run: its model, its data, its optimizer, and how it is watched."""
+"""The configuration of a training run: model, data, optimizer, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def check_folder_name(output_dir: str) -> None:
 
 @dataclass
 class Extension:
-    """How the learning rate goes on where a run was made longer: from the rate that it had, along a line to `lr`, and
-    then level or along a cosine to 0.
+    """The learning rate of a run's extension: from the rate at its checkpoint linearly to `lr`, then constant or along
+    a cosine to 0.
 
     Args:
-        after: updates before it, at its checkpoint.
-        planned: updates that the run was to have until then.
+        after: the number of updates before the extension, at its checkpoint.
+        planned: the number of updates of the run before it was extended.
         schedule: `constant` or `cosine`.
-        lr: the rate to come to.
-        warmup_steps: of the line.
+        lr: the learning rate to reach.
+        warmup_steps: updates from the old rate to `lr`.
 
     Raises:
         ValueError: a number out of range or an unknown word.
@@ -59,7 +59,7 @@ class OptimizerConfig:
         beta2: decay of the mean of their squares.
         eps: added to the root of the latter.
         weight_decay: not on norms, biases and other one-dimensional parameters.
-        clip_norm: longest gradient, over all parameters; infinity clips none.
+        clip_norm: the norm over all parameters to which gradients are clipped; infinity for no clipping.
         warmup_steps: of the linear rise; must be below the run's `steps`.
         extensions: how the run was made longer, oldest first; `attnzoo extend` writes them.
 
@@ -87,19 +87,19 @@ class OptimizerConfig:
 
 @dataclass
 class ForgettingConfig:
-    """How layers that forget are trained ("One-Pass Forgetting", sections 2.4 and 2.5); for a model with such layers.
+    """The schedule of One-Pass Forgetting (sections 2.4 and 2.5), for a model with such layers.
 
-    In phase 1 the forget networks learn from the teacher. In phase 2 lambda and tau go to what the layers' own options
-    say, the teacher's weight to 0, and the loss of the task supervises.
+    In phase 1 the forget networks learn from the teacher. In phase 2 lambda and tau move to the values in the layers'
+    options, the weight of the distillation moves to 0, and the loss of the task trains the networks.
 
     Args:
         distill_steps: updates of phase 1.
-        anneal_steps: updates in which phase 2 gets there; 0 for at once.
+        anneal_steps: updates over which phase 2 moves the values; 0 for at once.
         blend: lambda in phase 1, the student's share of the output.
         temperature: tau in phase 1.
         distillation: beta_r, the weight of the distillation in phase 1.
-        budget: beta_b, the weight of the budget, in both.
-        order: in which layers are annealed: `together`, `shallow_first` or `deep_first`.
+        budget: beta_b, the weight of the budget, in both phases.
+        order: the order in which layers are annealed: `together`, `shallow_first` or `deep_first`.
         alone: train the forget networks and freeze all other weights; with `start_from`.
 
     Raises:
@@ -126,22 +126,22 @@ class ForgettingConfig:
 
 @dataclass
 class TrainConfig:
-    """One training run. Its result depends on this and the data alone, not on the number of processes.
+    """The configuration of one training run; with the data it determines the result, whatever the number of processes.
 
     Args:
         output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
         start_from: a run, or a folder of `attnzoo export` or `attnzoo import`, whose weights the model starts from;
-            what it has not starts as always. None: everything does.
+            weights that it lacks are initialised. None: all are initialised.
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
         mixed_precision: `none`, or with weights and optimizer state in float32 and products in 16 bits, `bf16` or
-            `fp16`; or `pure_bf16`: weights, gradients and optimizer state in bfloat16 too. What a layer keeps precise
-            (biases of gates, slopes, step sizes) is float32 in all of them.
+            `fp16`; or `pure_bf16`: weights, gradients and optimizer state in bfloat16 too. Biases of gates, slopes and
+            step sizes are float32 in all of them.
         compile: compile each block with `torch.compile`.
-        recompute: keep only what goes into each block, and compute its inside again for the gradient: slower, with
-            less memory.
+        recompute: keep only each block's input for the backward pass and compute the rest again: slower, with less
+            memory.
         sharding: `none` (each process has the whole model) or `fsdp` (each has a part of it, and of the optimizer's
             state).
         device: `auto` (what accelerate finds) or `cpu`.
@@ -149,7 +149,7 @@ class TrainConfig:
         eval_every: steps between evaluations; 0 for one at the end.
         eval_tokens: held-out tokens per evaluation, spread evenly over the held-out text.
         checkpoint_every: steps between checkpoints; 0 for one at the end.
-        keep_checkpoints: the newest ones are kept.
+        keep_checkpoints: the number of newest checkpoints to keep.
         progress: `auto` (a bar on a terminal, else lines), `bar`, `lines` or `quiet`.
         tensorboard: write the metrics for TensorBoard too.
         model: see `ModelConfig`.
@@ -217,7 +217,7 @@ class TrainConfig:
                 )
 
     def rows_per_part(self, processes: int) -> int:
-        """Sequences that a process reads for one backward pass.
+        """The number of sequences that a process reads for one backward pass.
 
         Raises:
             ValueError: the batch does not divide evenly among processes and parts.

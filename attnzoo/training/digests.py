@@ -1,4 +1,4 @@
-"""What each file of a checkpoint holds, so that a damaged one is found before it is trained on."""
+"""Digests of a checkpoint's files, by which damage is found before a run continues from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from attnzoo.files import digest, parse_json, write_whole
 
 FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
-PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded one
-MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
+PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded checkpoint
+MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # the files that determine a model and its description
 
 
 def write_digests(checkpoint: Path) -> None:
@@ -25,7 +25,7 @@ def write_digests(checkpoint: Path) -> None:
 
 
 def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
-    """Size and digest by file name; None for a checkpoint of a version that wrote none.
+    """The size and digest of each file by name; None for a checkpoint of an earlier version without digests.
 
     Raises:
         ValueError: the file is not what was written.
@@ -44,16 +44,16 @@ def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
 
 
 def weights_in(digests: Mapping[str, tuple[int, str]]) -> list[str]:
-    """Digests of the files that hold the weights."""
+    """The digests of the files that hold the weights."""
     return [sha for name, (_, sha) in digests.items() if name.partition("/")[0] in (WEIGHTS, PARTS)]
 
 
 def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:
-    """What is wrong with a checkpoint's files, in words that name the file; None when nothing is known to be.
+    """A description of the damage to a checkpoint's files, which names the file; None where none is found.
 
     Args:
-        checkpoint: its folder.
-        names: of the files and folders to read; none given means all of them.
+        checkpoint: the checkpoint's folder.
+        names: names of files and folders to read; without any, all are read.
     """
     try:
         digests = read_digests(checkpoint)

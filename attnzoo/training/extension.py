@@ -1,4 +1,4 @@
-"""Making a run longer, with a learning rate that goes on from the one that it had."""
+"""The extension of a run to more steps, with a learning rate that continues from its last one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from attnzoo.training.optimizer import learning_rate
 def extend(
     run_dir: str | Path, steps: int, schedule: str, *, lr: float | None = None, warmup_steps: int | None = None
 ) -> TrainConfig:
-    """The configuration of a run made longer from its newest whole checkpoint; `train` goes on with it.
+    """The configuration of a run extended from its newest whole checkpoint, for `train` to continue.
 
-    For a run that is as it would become, it is the run's own, so that what was interrupted can be asked for again.
+    A run that already has this extension keeps its configuration, so that an interrupted command can be repeated.
 
     Args:
-        run_dir: its folder.
-        steps: updates that the whole run is to have.
+        run_dir: the run's folder.
+        steps: the number of updates of the extended run.
         schedule: `constant` or `cosine`.
-        lr: the learning rate to come to; None for the one at the checkpoint.
-        warmup_steps: updates on a line to `lr`; None for as many as the run had at first, and none where `lr` is None.
+        lr: the learning rate to reach; None for the one at the checkpoint.
+        warmup_steps: updates of the linear change to `lr`; None for the run's first warm-up, or 0 where `lr` is None.
 
     Raises:
-        FileNotFoundError: no run there, or one without a checkpoint.
+        FileNotFoundError: no run in the folder, or a run without a checkpoint.
         CheckpointError: its files are damaged.
         ValueError: too few steps; a cosine that has ended and no `lr`; or a rate that would jump.
     """

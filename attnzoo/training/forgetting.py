@@ -1,4 +1,4 @@
-"""One-Pass Forgetting in a training run: its two phases, what it adds to the loss, and networks alone (section 2.5)."""
+"""One-Pass Forgetting in a training run: its two phases, its loss terms, and training of the networks alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a layer stands at a step.
+    """The schedule values of a layer at a step.
 
     Args:
         blend: lambda.
@@ -38,14 +38,14 @@ class Phase:
 
 
 def phase(step: int, config: ForgettingConfig, options: Forgetting, layer: int = 0, layers: int = 1) -> Phase:
-    """Where layer ``layer`` of ``layers`` stands at an update (1 is the first); it depends on these numbers alone.
+    """The schedule values of layer ``layer`` of ``layers`` at update ``step`` (1 is the first), a pure function.
 
-    In phase 1 lambda and tau are small and the network learns from the teacher. In phase 2 lambda goes on a line and
-    tau geometrically to those of the layer's options, and the teacher's weight on a line to 0: then the
-    losses of the task and of the budget are left.
+    In phase 1 lambda and tau are small and the network learns from the teacher. In phase 2 lambda moves linearly and
+    tau geometrically to the values of the layer's options, and the weight of the distillation linearly to 0; the losses
+    of the task and of the budget remain.
     """
     done = min(1.0, max(0, step - config.distill_steps) / max(1, config.anneal_steps))
-    if config.order != "together" and layers > 1:  # each layer takes half of the time, one after the other
+    if config.order != "together" and layers > 1:  # each layer takes half of the time, the starts are spread
         turn = layer if config.order == "shallow_first" else layers - 1 - layer
         done = min(1.0, max(0.0, 2 * done - turn / (layers - 1)))
     blend = config.blend + (options.blend - config.blend) * done
@@ -59,7 +59,7 @@ def networks(model: nn.Module) -> list[ForgetNetwork]:
 
 
 def set_phase(found: Sequence[ForgetNetwork], config: ForgettingConfig, step: int) -> None:
-    """Put each layer of a model, by its network, where it stands at a step; for one forward pass."""
+    """Set the schedule values of each forget network at a step, before a forward pass."""
     for number, network in enumerate(found):
         now = phase(step, config, network.options, number, len(found))
         network.blend, network.temperature = now.blend, now.temperature
@@ -67,7 +67,7 @@ def set_phase(found: Sequence[ForgetNetwork], config: ForgettingConfig, step: in
 
 
 def config_now(model: LanguageModel) -> ModelConfig:
-    """The configuration of a model that forgets as this one does now, where no schedule says so."""
+    """The model's configuration with the present schedule values as the layers' options."""
     if all(network.blend == network.options.blend for network in networks(model)):
         return model.config
     layers = []
@@ -82,7 +82,7 @@ def config_now(model: LanguageModel) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Extra:
-    """What the layers of the last call add to the loss.
+    """The terms that the layers' last call adds to the loss.
 
     Args:
         loss: ``beta_r L_r + beta_b L_b``, means over the layers.
@@ -94,7 +94,7 @@ class Extra:
 
 
 def taught(rows: TokenBatch, network: ForgetNetwork) -> int:
-    """How many pairs of these rows L_r is a mean over: those older than the remember window, in each head."""
+    """The number of pairs over which L_r is a mean: those older than the remember window, over all heads."""
     young = network.options.window if network.window is None else min(network.options.window, network.window)
     return rows.pairs(network.window) - rows.pairs(young)
 
@@ -102,15 +102,15 @@ def taught(rows: TokenBatch, network: ForgetNetwork) -> int:
 def extra_loss(
     found: Sequence[ForgetNetwork], config: ForgettingConfig, step: int, weights: Tensor | None = None
 ) -> Extra | None:
-    """Section 2.4's total loss without the task's, of a model with these networks; None where no layer forgets.
+    """Section 2.4's total loss without the task's loss; None where no layer has One-Pass Forgetting.
 
     Means over the layers, so that the weights mean the same for any number of them.
 
     Args:
         found: the networks.
-        config: of the run.
-        step: which one it is.
-        weights: what each layer's L_r is multiplied by, where the parts of a step have unequally many pairs.
+        config: the run's configuration.
+        step: the number of the update.
+        weights: a factor of each layer's L_r, as the parts of a step may have different numbers of pairs.
     """
     if not found:
         return None
@@ -135,15 +135,15 @@ def extra_loss(
 
 
 def shown(row: Mapping[str, Any]) -> Row:
-    """A row of an :class:`Extra` in numbers, by the names that it has in the metrics."""
+    """The numbers of an :class:`Extra`'s row, under their names in the metrics."""
     return {f"forgetting_{name}": float(value) for name, value in row.items()}
 
 
 def check_forgetting(model: nn.Module, config: TrainConfig) -> None:
-    """Whether a run's settings of forgetting fit its model; also freezes all weights but the networks', where asked.
+    """Raise where a run's settings of One-Pass Forgetting do not fit its model; freeze other weights where ``alone``.
 
     Raises:
-        ValueError: settings without a layer that forgets, or with something that such a layer does not do.
+        ValueError: settings without a layer with One-Pass Forgetting, or that such layers do not support.
     """
     found, settings = networks(model), config.forgetting
     if not found:
@@ -160,13 +160,13 @@ def check_forgetting(model: nn.Module, config: TrainConfig) -> None:
 
 
 def with_forgetting(source: TrainConfig | ModelConfig, options: Mapping[str, Any] | Forgetting) -> Any:
-    """The configuration of a run or of a model whose softmax layers forget; its linear layers stay as they are.
+    """The configuration of a run or model with One-Pass Forgetting in its softmax layers.
 
     Args:
-        source: a run's, or a model's. A run's weights are gone on from (``start_from``) in a folder beside its own; a
-            recipe that has not been run starts from where it did. (:func:`attnzoo.trained.exchange.recipe_of` reads
-            it from the folder of a run or of a model.)
-        options: of :class:`~attnzoo.forgetting.rules.Forgetting`.
+        source: the configuration of a run or of a model. A new run starts from the weights of the run (``start_from``)
+            in a folder beside it, or, if that has not been run, from its own ``start_from``.
+            (:func:`attnzoo.trained.exchange.recipe_of` reads it from the folder of a run or of a model.)
+        options: options of :class:`~attnzoo.forgetting.rules.Forgetting`.
 
     Raises:
         ValueError: no layer is of the softmax side.

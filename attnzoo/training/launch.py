@@ -1,4 +1,4 @@
-"""Several processes of one host, and the one line that says why they ended."""
+"""Training in several processes of one host, whose failure is reported in one line."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher says what went wrong
+QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher reports errors
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-PATIENCE = timedelta(minutes=10)  # for processes that were started by hand or by a cluster
+PATIENCE = timedelta(minutes=10)  # wait for processes started by hand or by a cluster
 GONE = "another process has gone"
-# What gloo and NCCL say of a peer that has gone; neither has a kind of error of its own for it.
+# Messages of gloo and NCCL about a lost peer; neither has an error class for it.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 class LaunchError(RuntimeError):
-    """A process has failed, and with it all of them."""
+    """One of several training processes has failed, and all have ended."""
 
 
 def check_processes(processes: int, device: str) -> None:
-    """Refuse processes that this one could not start.
+    """Raise where ``processes`` training processes cannot be started.
 
     Args:
-        processes: how many.
+        processes: number of processes.
         device: `TrainConfig.device`.
 
     Raises:
-        ValueError: more than there are GPUs, where there are some to be used; or this process was itself launched.
+        ValueError: more processes than GPUs, where GPUs are used; or this process was itself launched.
     """
     import torch
 
@@ -55,16 +55,16 @@ def check_processes(processes: int, device: str) -> None:
 
 
 def launch(command: Sequence[str], processes: int) -> None:
-    """Run a command in several processes of this host that find one another, and wait for all of them.
+    """Run a command in several connected processes of this host, and wait for all of them.
 
     When one fails the others are ended.
 
     Args:
-        command: its words.
-        processes: how many.
+        command: the words of the command.
+        processes: number of processes.
 
     Raises:
-        LaunchError: one failed, with what it said of it, or the signal that ended it.
+        LaunchError: one failed; with its error message or the signal that ended it.
         KeyboardInterrupt: this process was told to stop.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -72,7 +72,7 @@ def launch(command: Sequence[str], processes: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # else tables and tracebacks
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its tables and tracebacks would hide our line
     os.environ[QUIET] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     with tempfile.TemporaryDirectory(prefix="attnzoo-") as folder:
@@ -96,12 +96,12 @@ def launch(command: Sequence[str], processes: int) -> None:
 
 @contextmanager
 def waiting_for_others() -> Iterator[timedelta | None]:
-    """How long to wait for the other processes that the environment names, None for a launcher's own time.
+    """The time to wait for the other processes that the environment names; None for the launcher's own time.
 
-    What is left in an environment would have this process wait for others that nobody starts: a line says so.
+    Variables left over in the environment may name processes that nobody starts; the error says so.
 
     Raises:
-        TimeoutError: they have not come.
+        TimeoutError: the other processes have not started.
     """
     import torch
 
@@ -122,13 +122,13 @@ def waiting_for_others() -> Iterator[timedelta | None]:
 
 
 def end_with_launcher() -> None:
-    """Have this process told to stop when :func:`launch` in another one ends, though it be by SIGKILL (on Linux)."""
+    """Have this process stopped when the process of :func:`launch` ends, even by SIGKILL (on Linux)."""
     if QUIET in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> str:
-    """Which process failed, and why, in a line; where several did, one that did not fail because another had gone."""
+    """A line that says which process failed and why; not one that failed because it lost another."""
 
     def secondary(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
@@ -146,7 +146,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> str
 
 
 def tell_launcher(message: str) -> bool:
-    """Leave a message where torch's launchers look for it; whether the launcher is going to say it."""
+    """Write a message to torch's error file; return whether the launcher will print it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with open(path, "w") as file:
             json.dump({"message": message, "timestamp": int(time.time())}, file)
@@ -154,5 +154,5 @@ def tell_launcher(message: str) -> bool:
 
 
 def lost_another(error: Exception) -> bool:
-    """Whether an error says that another process of the run has gone."""
+    """Whether an error means that another process of the run was lost."""
     return isinstance(error, RuntimeError) and "RANK" in os.environ and any(words in str(error) for words in LOST)

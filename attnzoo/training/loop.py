@@ -49,19 +49,20 @@ if TYPE_CHECKING:
     from attnzoo.models import LanguageModel
 
 logger = logging.getLogger(__name__)
-OWN = ("config.yaml", "metrics.jsonl", "checkpoints/step-00000001/model.safetensors", "progress.json")  # a run writes
+# files that a run writes
+OWN = ("config.yaml", "metrics.jsonl", "checkpoints/step-00000001/model.safetensors", "progress.json")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> Path:
-    """Train a model, or go on training it, and return the run folder (`config.output_dir`).
+    """Train a model, or continue its training, and return the run folder (`config.output_dir`).
 
     A folder that holds checkpoints of the same configuration is continued from the newest one, to the same losses
     that an uninterrupted run has (bit for bit on a CPU with equally many threads); one that is finished is left as
     it is. Under `accelerate launch` this runs in every process, the model being replicated.
 
-    The first SIGINT, SIGTERM or SIGHUP in a single process ends the step under way, writes a checkpoint and then
-    raises KeyboardInterrupt; so does a reader of the progress who goes away. A signal that is ignored stays ignored.
+    The first SIGINT, SIGTERM or SIGHUP in a single process ends the step under way, writes a checkpoint and then raises
+    KeyboardInterrupt; a closed pipe of the progress does the same. An ignored signal stays ignored.
 
     Args:
         config: the run.
@@ -100,7 +101,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         if checkpoint is None and config.start_from is not None:
             start_from(model, config.start_from, config.data)
         if config.compile:
-            torch.compiler.reset()  # what an earlier run of this process compiled counts towards a limit
+            torch.compiler.reset()  # compilations of an earlier run in this process count towards a limit
             for block in model.blocks:
                 block.compile()
             model.chunk_loss = torch.compile(model.chunk_loss)
@@ -120,18 +121,18 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             run = Run(config, state, data, rows_per_part)
             _train_from(progress, run, run_dir, on_row)
         elif main:
-            rows_until(run_dir, progress.step, progress.metrics)  # says whether they are as they were written
+            rows_until(run_dir, progress.step, progress.metrics)  # logs whether they are as they were written
         accelerator.wait_for_everyone()
     accelerator.free_memory()
     return run_dir
 
 
 def check_run(config: TrainConfig, data: Data) -> None:
-    """What :func:`train` refuses before it trains, while another run still does; the folder stays as it is.
+    """Raise the errors that :func:`train` would raise before its first step; nothing is written.
 
     Args:
-        config: of a run.
-        data: its.
+        config: the run's configuration.
+        data: the run's data.
 
     Raises:
         ValueError, OSError, CheckpointError: as :func:`train` does.
@@ -144,7 +145,7 @@ def check_run(config: TrainConfig, data: Data) -> None:
 
 
 def _check_place(run_dir: Path, data: DataConfig) -> None:
-    """Refuse a folder that cannot be written to, or whose texts a run would add to while it reads them."""
+    """Raise where the run folder cannot be written to, or lies among the texts that the run reads."""
     check_folder(run_dir)
     if not any(PurePath(name).match(data.pattern) for name in OWN):
         return
@@ -168,7 +169,8 @@ def _checked_model(config: TrainConfig, data: Data) -> LanguageModel:
 
 
 def _say_idle(model: LanguageModel, tokens: int) -> None:
-    """A line of the log where more than a tenth of a large model is rows of tokens that the data does not have."""
+    """Log where more than a tenth of a large model's parameters are embeddings of tokens that the data does not
+    have."""
     sizes = model.config
     idle = (sizes.vocab_size - tokens) * sizes.hidden_size * (1 if sizes.tie_embeddings else 2)
     if idle > max(2**20, sum(parameter.numel() for parameter in model.parameters()) // 10):
@@ -191,7 +193,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
         def show(update: Callable[[Any], None], what: Any) -> None:
             try:
                 update(what)
-            except OSError:  # the reader has gone; several processes do not stop for that, since one alone cannot
+            except OSError:  # the pipe's reader has closed; of several processes one cannot stop alone
                 if accelerator.num_processes == 1:
                     stop.set()
 
@@ -213,14 +215,14 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
             evaluates = last or _due(step, config.eval_every)
             stops = stop.is_set()
             saves = last or stops or _due(step, config.checkpoint_every)
-            if logs or evaluates or saves or accelerator.device.type == "cpu":  # elsewhere looking means waiting
+            if logs or evaluates or saves or accelerator.device.type == "cpu":  # on a GPU reading the loss waits
                 loss_value, norm_value = run.check_finite(step, loss, norm)
             if logs or evaluates or saves:
                 elapsed = time.perf_counter() - clock
                 progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
                 seconds_timed += elapsed
                 if logs:
-                    # 0 where the clock has stood still
+                    # 0 where no time has passed by the clock
                     speed = steps_timed * tokens_per_step / seconds_timed if seconds_timed > 0 else 0.0
                     steps_timed, seconds_timed = 0, 0.0
                     record(
@@ -254,7 +256,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
 
 @contextmanager
 def _trackers(config: TrainConfig, accelerator: Accelerator, step: int) -> Iterator[Callable[[Row], None]]:
-    """What hands a row to TensorBoard, where that is asked for."""
+    """A function that logs a row to TensorBoard, or one that does nothing where `tensorboard` is off."""
 
     def log(row: Row) -> None:
         numbers = {f"{row['kind']}/{key}": row[key] for key in row if key not in ("kind", "step")}
@@ -266,7 +268,7 @@ def _trackers(config: TrainConfig, accelerator: Accelerator, step: int) -> Itera
     before = threading.excepthook
 
     def unless_said_here(failed: threading.ExceptHookArgs) -> None:
-        """A thread of TensorBoard's writes; what it fails at, as on a full disk, its next write fails at, too."""
+        """Silence errors of TensorBoard's writing thread, as on a full disk: the next write raises them."""
         if not (isinstance(failed.exc_value, OSError) and "tensorboard" in type(failed.thread).__module__):
             before(failed)
 
@@ -294,7 +296,7 @@ def _finish(accelerator: Accelerator) -> None:
 
 
 def _naming(write: Callable[[Any], None], config: TrainConfig) -> Callable[[Any], None]:
-    """The same function, whose errors name what could not be written."""
+    """``write`` with errors that name the TensorBoard folder."""
 
     def named(what: Any) -> None:
         try:
@@ -320,7 +322,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
         is_tensorboard_available,
     )
 
-    if config.tensorboard and not is_tensorboard_available():  # accelerate would go on without a word
+    if config.tensorboard and not is_tensorboard_available():  # accelerate would silently go on without it
         raise ModuleNotFoundError("tensorboard=true: the package tensorboard is not installed", name="tensorboard")
     # accelerate keeps one precision per process; several runs in one process may differ in it.
     AcceleratorState._reset_state()
@@ -328,7 +330,8 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
     with waiting_for_others() as limit:
         accelerator = Accelerator(
-            cpu=config.device == "cpu" or not torch.accelerator.is_available(),  # else its processes would be strangers
+            # else accelerate would not connect its processes
+            cpu=config.device == "cpu" or not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision if config.mixed_precision in ("bf16", "fp16") else "no",
             gradient_accumulation_plugin=plugin,
             log_with="tensorboard" if config.tensorboard else None,
@@ -350,7 +353,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
 
 @contextmanager
 def _stop_requests(enabled: bool) -> Iterator[threading.Event]:
-    """Note the first SIGINT, SIGTERM or SIGHUP instead of breaking off; the second one breaks off as usual."""
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets instead of ending the process; a second one ends it."""
     requested = threading.Event()
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield requested

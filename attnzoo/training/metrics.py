@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def read_metrics(run_dir: str | Path) -> list[Row]:
-    """The rows of a run, oldest first; a last line that was cut off by a kill is left out.
+    """The rows of a run, oldest first; a last line cut off by a kill is left out.
 
     Lines that are no rows are left out too, and a line of the log gives their numbers.
 
-    Rows are {"kind": "train", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
-    and {"kind": "eval", "step", "loss"}. `loss` is in nats per token, of that step's batch or of the held-out
-    tokens; `seconds` is the time spent in training, over all the times that the run was started. A train row also has
-    "blocks_kept" where a layer prunes, "forgetting_kept" (the expected share of its tokens that a row still sees),
-    "forgetting_budget", "forgetting_distillation", "forgetting_blend" and "forgetting_temperature" where one forgets,
-    and "mfu" and "mfu_dense" on a GPU whose peak is known (`attnzoo.training.throughput` says how they are counted).
+    Rows are {"kind": "train", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"} and {"kind":
+    "eval", "step", "loss"}. `loss` is in nats per token, of that step's batch or of the held-out tokens; `seconds` is
+    the time spent in training, over all the times that the run was started. A train row also has "blocks_kept" where a
+    layer prunes, "forgetting_kept" (the expected share of its tokens that a row still sees), "forgetting_budget",
+    "forgetting_distillation", "forgetting_blend" and "forgetting_temperature" with One-Pass Forgetting, and "mfu" and
+    "mfu_dense" on a GPU whose peak is known (`attnzoo.training.throughput` says how they are counted).
 
     Raises:
-        FileNotFoundError: there is no run in that folder.
+        FileNotFoundError: no run in that folder.
     """
     path = Path(run_dir) / FILE
     if not path.is_file():
@@ -49,11 +49,11 @@ def read_metrics(run_dir: str | Path) -> list[Row]:
 
 
 def rows_until(run_dir: Path, step: int, digest: str) -> list[Row]:
-    """The rows up to a checkpoint's step; a line of the log says when they are not those that it was saved with.
+    """The rows up to a checkpoint's step; a line of the log says if they have changed since it was saved.
 
     Args:
         run_dir: the run's folder.
-        step: of the checkpoint.
+        step: the checkpoint's step.
         digest: `Progress.metrics` of the checkpoint.
     """
     path = run_dir / FILE
@@ -65,7 +65,7 @@ def rows_until(run_dir: Path, step: int, digest: str) -> list[Row]:
 
 
 def set_rows_aside(run_dir: Path) -> None:
-    """Rename the rows of a run that reached no checkpoint, before another one begins in its folder; a line says so."""
+    """Rename the metrics file of a run that reached no checkpoint, before a new run begins in its folder; logged."""
     path = run_dir / FILE
     if path.is_file() and path.stat().st_size:
         aside = path.with_name(f"without-checkpoint-{FILE}")
@@ -75,10 +75,10 @@ def set_rows_aside(run_dir: Path) -> None:
 
 
 class Metrics:
-    """Appends rows to a run's file, after forgetting those past `step` (they will come again).
+    """A writer that appends rows to a run's file, after removing rows past `step`, which will be written again.
 
-    Where lines of the file are no rows, or its rows up to `step` have another digest than they had when the
-    checkpoint was saved, a copy of it is kept, and a line of the log says so.
+    Where lines of the file are no rows, or its rows up to `step` have changed since the checkpoint was saved, the old
+    file is copied first, and a line of the log says so.
 
     Raises:
         OSError: the file cannot be written; the error names it.
@@ -109,7 +109,7 @@ class Metrics:
             raise OSError(error.errno, f"could not write metrics: {error.strerror}", str(self.path)) from error
 
     def sync(self) -> str:
-        """Make the rows so far outlast a power cut; returns their digest."""
+        """Flush the rows to the disk; return their digest."""
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
@@ -127,7 +127,7 @@ def _line(row: Row) -> str:
 
 
 def _rows(path: Path) -> tuple[list[Row], list[int]]:
-    """The rows of a file, and the numbers of the lines that are none."""
+    """The rows of a file, and the numbers of the lines that are no rows."""
     *lines, torn = path.read_bytes().split(b"\n")
     rows: list[Row] = []
     wrong = []

@@ -1,4 +1,4 @@
-"""A run's model, in the dtype that its weights have."""
+"""The model of a new run, in the dtype of its weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def new_model(config: TrainConfig) -> LanguageModel:
     """The model of a run with its first weights, from torch's global random state; on the CPU, in training mode.
 
-    With `mixed_precision=pure_bf16` they are bfloat16, but for what a
-    :class:`~attnzoo.precision.PreciseModule` keeps precise.
+    With `mixed_precision=pure_bf16` the weights are bfloat16, but for the float32 parameters of a
+    :class:`~attnzoo.precision.PreciseModule`.
 
     Raises:
         ValueError: a variant or one of its options does not exist.

@@ -13,7 +13,7 @@ from attnzoo.training.config import Extension, OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on what :func:`~attnzoo.layer.weight_decay.param_groups` gives to it."""
+    """AdamW with the weight decay of :func:`~attnzoo.layer.weight_decay.param_groups`."""
     groups = param_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
@@ -21,10 +21,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine.
 
-    The cosine would reach 0 one update after the last, so that the last one still learns.
+    The cosine reaches 0 one update after the last, so that the last one still learns.
 
-    Where the run was made longer, the last :class:`~attnzoo.training.config.Extension` before the step says it. It
-    depends on the step alone, so that there is no schedule to save.
+    In an extended run the last :class:`~attnzoo.training.config.Extension` before the step determines the rate. The
+    rate is a function of the step, so that no schedule is saved.
     """
     return _rate(step, steps, config, config.extensions)
 

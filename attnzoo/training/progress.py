@@ -1,4 +1,4 @@
-"""What a person sees while a model trains."""
+"""Displays of the progress of a training: a bar, lines, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Shows steps as they pass; a context manager."""
+    """A display of training steps; a context manager."""
 
     def step(self, step: int) -> None: ...
 
@@ -28,7 +28,7 @@ class Display(Protocol):
 
 
 def build_display(config: TrainConfig, start: int) -> Display:
-    """The display that `config.progress` asks for; `start` is the step from which the run goes on."""
+    """The display that `config.progress` asks for; `start` is the step from which the run continues."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -42,7 +42,7 @@ def build_display(config: TrainConfig, start: int) -> Display:
 
 
 class Quiet:
-    """Shows nothing."""
+    """A display of nothing."""
 
     def step(self, step: int) -> None:
         pass
@@ -116,5 +116,5 @@ class Bar(Quiet):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # a terminal that has gone must not hide why the run ended
+        with suppress(OSError):  # a closed terminal must not hide why the run ended
             self.progress.stop()

@@ -1,8 +1,7 @@
 """Typed configuration, read from YAML with `key=value` overrides.
 
-A config is a plain dataclass; OmegaConf converts the values, and what it cannot place is refused here with
-the nearest valid name. `load_config` serves any dataclass, so that other commands can nest `TrainConfig` in
-their own schema.
+A config is a plain dataclass; OmegaConf converts the values, and unknown keys are refused here with the nearest valid
+name. `load_config` serves any dataclass, so that other commands can nest `TrainConfig` in their own schema.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from attnzoo.settings import read_yaml, write_yaml
 from attnzoo.training.config import TrainConfig
 
 T = TypeVar("T")
-KINDS = {  # of values that a file can hold
+KINDS = {  # kinds of values in a file
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -39,7 +38,7 @@ def load_config(path: str | Path | Mapping[str, Any] | None, overrides: Sequence
 def load_config(
     path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig
 ) -> Any:
-    """Read a YAML file, apply overrides, and make a config dataclass of it.
+    """A config dataclass from a YAML file and overrides.
 
     Args:
         path: the file, or its keys and values already read; None for the defaults. In a file `${KEY}` stands for the
@@ -76,7 +75,7 @@ def load_config(
         key, equals, _ = override.partition("=")
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
-        if any("\udc80" <= letter <= "\udcff" for letter in override):  # bytes that the terminal's language lacks
+        if any("\udc80" <= letter <= "\udcff" for letter in override):  # bytes that are not in the terminal's encoding
             utf8 = f"{key}={os.fsencode(override.partition('=')[2]).decode(errors='replace')}"
             raise ValueError(
                 f"override {utf8!a}: expected letters, got bytes that are none in the terminal's encoding, "
@@ -105,18 +104,18 @@ def load_config(
             merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error
-        except TypeError as error:  # a list for a mapping, which OmegaConf says without a key
+        except TypeError as error:  # a list for a mapping: OmegaConf's message has no key
             raise ValueError(f"{origin}: {_first_line(error)}") from error
     try:
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
-    except ValueError as error:  # a section names its own field alone
+    except ValueError as error:  # __post_init__ of a section names its field without the section
         raise ValueError(f"{_section(merged, str(error))}{error}") from error
 
 
 def _read_yaml(path: Path, schema: type[Any]) -> Any:
-    """A file's keys and values as OmegaConf holds them."""
+    """The keys and values of a file, as an OmegaConf object."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -138,10 +137,11 @@ def _read_yaml(path: Path, schema: type[Any]) -> Any:
 
 
 def _check_calls(value: Any, origin: str) -> None:
-    """Refuse `${oc.env:NAME}` and its like: what a file of somebody else makes of this machine could be shown."""
+    """Refuse `${oc.env:NAME}` and other resolvers: a file from somebody else could reveal this machine's
+    environment."""
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_calls(inner, origin)
-    depth = 0  # of ${...} in one another
+    depth = 0  # nesting depth of ${...}
     for sign in re.findall(r"\$\{|\}|:", value if isinstance(value, str) else ""):
         depth = max(0, depth + {"${": 1, "}": -1, ":": 0}[sign])
         if sign == ":" and depth:
@@ -152,7 +152,7 @@ def _check_calls(value: Any, origin: str) -> None:
 
 
 def _replace_other_kinds(merged: Any, layer: Any) -> None:
-    """Put a list in the place of a mapping, or the reverse, where both may stand; OmegaConf merges neither."""
+    """Replace a mapping by a list, or the reverse, where a field takes both; OmegaConf merges neither."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -162,15 +162,15 @@ def _replace_other_kinds(merged: Any, layer: Any) -> None:
         if OmegaConf.is_dict(old) and OmegaConf.is_dict(new):
             _replace_other_kinds(old, new)
         elif OmegaConf.is_config(old) and OmegaConf.is_config(new) and OmegaConf.is_dict(old) != OmegaConf.is_dict(new):
-            with suppress(OmegaConfBaseException):  # where only one may stand, merging says so
+            with suppress(OmegaConfBaseException):  # where a field takes only one, merging raises
                 merged[key] = new
 
 
 def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], path: Sequence[str]) -> None:
-    """Empty the free mappings that are given whole, which OmegaConf would merge with what is there.
+    """Empty the free mappings that an override replaces as a whole, which OmegaConf would merge instead.
 
     Args:
-        path: of an override's dotted key; a mapping that it leads into is not given whole.
+        path: an override's dotted key; a mapping of which it sets one entry is not replaced.
     """
     types, there = typing.get_type_hints(schema), dict(merged.items_ex(resolve=False))
     for key, value in given.items():
@@ -184,7 +184,7 @@ def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], pa
 
 
 def _type_at(schema: Any, key: str) -> Any:
-    """What the schema says of a dotted key; None inside of a free mapping, and of a key that it lacks."""
+    """The schema's type of a dotted key; None inside a free mapping and for unknown keys."""
     for name in key.split("."):
         schema = typing.get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return schema
@@ -221,7 +221,7 @@ def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
-    """Refuse keys that the schema lacks; the rest is left to OmegaConf's own conversion."""
+    """Raise for keys that the schema lacks; OmegaConf checks the values."""
     types = typing.get_type_hints(schema)
     for key, value in given.items():
         if key not in types:
@@ -240,7 +240,7 @@ def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
 
 
 def _value_error(error: Exception) -> str:
-    """What is wrong with a value that OmegaConf refused: of the field's kind, where the field has one."""
+    """The error for a value that OmegaConf refused, with the expected kind where the field has one."""
     key, name = getattr(error, "full_key", None), str(getattr(error, "key", None))
     section = getattr(error, "object_type", None)
     field = typing.get_type_hints(section).get(name) if dataclasses.is_dataclass(section) else None

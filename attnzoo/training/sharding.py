@@ -158,7 +158,7 @@ class TrainState:
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, sharded or not, by name, in memory of their own.
+    """The weights of a checkpoint, sharded or not, by name, in newly allocated memory.
 
     Raises:
         Exception: they cannot be read.
@@ -171,7 +171,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def join_parts(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder of `torch.distributed.checkpoint`, put together in this process.
+    """The whole tensors of a folder of `torch.distributed.checkpoint`, joined in this process.
 
     Raises:
         RuntimeError, OSError: it cannot be read.
@@ -193,7 +193,7 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that a tied weight is written once, which accelerate warns of at each checkpoint."""
+    """A log filter that drops accelerate's warning at each checkpoint that a tied weight is written once."""
     return "Removed shared tensor" not in record.getMessage()
 
 
@@ -203,12 +203,13 @@ def _alone() -> bool:
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """The first process's error, as one that `except Exception` catches: torch's own is none, and lists tracebacks."""
+    """Raise the first process's error as an Exception, instead of torch's BaseException with tracebacks."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as one process has to be told
+            # expected, as this is one process
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))

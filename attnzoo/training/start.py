@@ -1,4 +1,4 @@
-"""What a run starts from: the tokenizer of its data, and the weights of another run or of a model folder."""
+"""The start of a run: a copy of its data's tokenizer, and weights of another run or of a model folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ KEPT = "tokenizer"  # in a run's folder: the files of the tokenizer of its data
 def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
     """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once.
 
-    ``anew``: there is no checkpoint, and what an attempt before has left may be of other data; it is set aside then.
+    With ``anew`` (no checkpoint exists) a tokenizer that an earlier attempt left is set aside, as its data may differ.
 
     Raises:
-        FileExistsError: what has that name in the folder can be no tokenizer of a run.
+        FileExistsError: something else with that name is in the folder.
     """
     kept, sources = run / KEPT, [Path(entry.source) for entry in data.weighted if is_shards(entry.source)]
     files: dict[str, bytes] = next((read_tokenizer(source) for source in sources if read_shards(source).tokenizer), {})
@@ -56,16 +56,16 @@ def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
 
 
 def _content(folder: Path) -> dict[str, bytes | None] | None:
-    """The files of a folder by name, None for anything else in it; None for what is no folder."""
+    """The contents of a folder's files by name, None for entries that are no files; None where it is no folder."""
     if folder.is_symlink() or not folder.is_dir():
         return None
     return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
 
 
 def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
-    """The files of the tokenizer by which a run's data was made; none where nobody said.
+    """The files of the tokenizer by which a run's data was made, by name; empty where it is unknown.
 
-    Nothing stands around the documents that a run has learned (``data.tokenize``), so it puts nothing there either.
+    The special tokens that it would put around a text are removed, as a run's documents have none (``data.tokenize``).
     """
     if (run / KEPT).is_dir():
         return unadorned(read_tokenizer(run / KEPT))
@@ -73,32 +73,31 @@ def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
 
 
 def is_bytes(data: DataConfig) -> bool:
-    """Whether tokens are bytes of a text."""
+    """Whether the data's tokens are bytes."""
     numbers = data.vocab_size is not None
     return data.task is None and all(is_text(entry.source, data.pattern, numbers) for entry in data.weighted)
 
 
 def learned_bytes(run: Path, data: DataConfig) -> bool:
-    """Whether a run's tokens are bytes: its data may be gone, and then what it kept no tokenizer of was bytes."""
+    """Whether a run's tokens are bytes; where its data no longer exists, they are if it has no copy of a tokenizer."""
     return is_bytes(data) and not (run / KEPT).is_dir()
 
 
 def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
-    """Give a model the weights of a run or of a model folder, where it has them too; a line of the log says which.
+    """Copy the weights that a model shares with a run or a model folder, in place; a line of the log lists the others.
 
-    What the source has not starts as the model started it, and what only the source has is left: another variant's
-    gate, for example. What one gate projection has goes along when it comes to stand beside others, or alone: FoX's
-    forget gate into PaTH-FoX.
+    Weights that the source lacks keep their initial values, and weights that only the source has (another variant's
+    gate) are not used. A gate projection is recognised alone and among several: FoX's forget gate starts PaTH-FoX's.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
-        data: what the model is going to be trained on.
+        data: the data that the model will be trained on.
 
     Raises:
-        FileNotFoundError: neither is there.
-        ValueError: a weight of another shape, or none in common, or data by another tokenizer; or a head of its own,
-            and a model without one.
+        FileNotFoundError: neither a run nor a model folder.
+        ValueError: a weight of another shape, no common weights, data of another tokenizer, or an untied head for a
+            model with tied embeddings.
     """
     state, new, left = weights_for(model, source, data)
     model.load_state_dict(state, strict=False)
@@ -109,7 +108,7 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
 
 
 def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What :func:`start_from` gives a model, which stays as it is; what starts anew, and what is left at the source."""
+    """The weights that :func:`start_from` copies, the names that keep initial values, and the source's unused names."""
     import torch
 
     from attnzoo.models.peers import Settings, Weights, check_plain, read_settings
@@ -133,7 +132,7 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
     for name, tensor in ours.items():
         home = prefix + name
-        if name == HEAD and tied and home not in there:  # a tied model's files hold it once
+        if name == HEAD and tied and home not in there:  # a tied model's files hold the matrix once
             home = prefix + EMBEDDING
         if home not in there and _projection(home) in once:
             home = homes.get(_projection(home), home)
@@ -159,18 +158,18 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
 
 
 def _projection(name: str) -> str:
-    """A weight's name as it is where its gate projection stands alone."""
+    """The weight's name in a layer where its gate projection is the only one."""
     return re.sub(r"\.gate\.members\.\d+\.", ".gate.", name)
 
 
 def _by_projection(names: Collection[str]) -> dict[str, str]:
-    """The names by `_projection`, of those that no two have."""
+    """The names by their `_projection`, without those that two names share."""
     times = Counter(map(_projection, names))
     return {_projection(name): name for name in names if times[_projection(name)] == 1}
 
 
 def check_ours(folder: Path, argument: str) -> None:
-    """FileNotFoundError: no model folder; ValueError: one of another library."""
+    """Raise FileNotFoundError for no model folder, and ValueError for another library's."""
     from attnzoo.models.peers import kind_of, read_settings
 
     if not (folder / "config.json").is_file():
@@ -183,7 +182,7 @@ def check_ours(folder: Path, argument: str) -> None:
 
 
 def _check_tokenizer(folder: Path, data: DataConfig) -> None:
-    """Refuse data by another tokenizer than that of a run or of a model folder, where both are known."""
+    """Raise where the data's tokenizer differs from that of a run or a model folder, if both are known."""
     known = next((path for path in (folder / KEPT / TOKENIZER, folder / TOKENIZER) if path.is_file()), None)
     if known is not None:
         expected = _vocabulary(known)
@@ -207,7 +206,7 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
 
 
 def _vocabulary(tokenizer: Path) -> Any:
-    """What the numbers stand for."""
+    """The texts of a tokenizer's token numbers."""
     model = json_object(tokenizer.read_bytes(), tokenizer).get("model")
     found = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(found, dict | list):
@@ -216,5 +215,5 @@ def _vocabulary(tokenizer: Path) -> Any:
 
 
 def _listed(names: list[str]) -> str:
-    """Names with the layers' numbers folded, each once."""
+    """The names, for a message, with all layers' numbers folded into one."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)) or "none"

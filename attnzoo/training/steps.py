@@ -1,4 +1,4 @@
-"""What a training run does at a step: update, measure, check."""
+"""A training run's step: the update, the evaluation, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class TooLargeError(RuntimeError):
 
 
 class Run:
-    """One run's parts, and the three things done with them: a step, an evaluation, a check."""
+    """The objects of a training run (model, optimizer, data), with its update, evaluation and checks."""
 
     def __init__(self, config: TrainConfig, state: TrainState, data: Data, rows_per_part: int):
         self.config, self.state = config, state
         self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
-        self.parts: list[TokenBatch] = []  # of the last step
+        self.parts: list[TokenBatch] = []  # rows of the last step
         self.networks = networks(self.model)
-        self.extra: Extra | None = None  # of its last part, where layers forget
+        self.extra: Extra | None = None  # loss terms of its last part, with One-Pass Forgetting
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping.
+        """Update the weights once; return the mean loss over the whole batch and the gradient's norm before clipping.
 
         Raises:
             FloatingPointError: a gate is no longer finite.
@@ -70,7 +70,7 @@ class Run:
                 self.extra = extra_loss(self.networks, config.forgetting, step, of_pairs)
                 if weight is not None:
                     loss = loss * weight
-                # what layers add is a mean over tokens, whatever is asked: each part weighs the same
+                # the layers' loss terms are means over tokens with or without targets: each part has the same weight
                 accelerator.backward(loss if self.extra is None else loss + self.extra.loss)
                 if accelerator.sync_gradients:
                     norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
@@ -80,27 +80,31 @@ class Run:
         return accelerator.reduce(torch.stack(losses).mean(), "mean"), norm
 
     def _weights(self, parts: list[TokenBatch]) -> list[Tensor | None]:
-        """What the mean loss of each part is multiplied by to have the whole batch's mean as the mean over all parts
-        of all processes; None where as many targets count in each of them."""
+        """The factor of each part's mean loss with which the mean over parts and processes is the batch's mean loss.
+
+        None where all parts have the same number of targets.
+        """
         if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
         return self._shares(torch.tensor([rows.counted for rows in parts]))
 
     def _pair_weights(self, parts: list[TokenBatch]) -> list[Tensor | None]:
-        """The same for what each layer that forgets is taught, a mean over pairs: ``[layers]`` of each part."""
+        """The factor ``[layers]`` of each part's distillation losses, which are means over pairs; None for equal
+        parts."""
         if not self.networks or parts[0].cu_seqlens is None:
             return [None] * len(parts)
         return self._shares(torch.tensor([[taught(rows, network) for network in self.networks] for rows in parts]))
 
     def _shares(self, counted: Tensor) -> list[Tensor | None]:
-        """Numbers of each part of a step, ``[parts, ...]``, over their mean in all parts of all processes."""
+        """The numbers ``counted`` of each part, ``[parts, ...]``, divided by their mean over all parts of all
+        processes."""
         accelerator = self.accelerator
         counted = moved(counted, accelerator.device)
-        total = accelerator.reduce(counted.sum(0), "sum").clamp(min=1)  # packed documents may ask nothing in a step
+        total = accelerator.reduce(counted.sum(0), "sum").clamp(min=1)  # a step of packed documents may have no targets
         return list(counted * (len(counted) * accelerator.num_processes) / total)
 
     def _loss(self, step: int, rows: TokenBatch) -> Tensor:
-        """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
+        """The mean loss of a batch; diverged weights raise FloatingPointError when a form refuses its gates."""
         packed = {} if rows.cu_seqlens is None else {"cu_seqlens": rows.cu_seqlens}
         try:
             loss: Tensor = self.model(rows.inputs, targets=rows.targets, with_logits=False, **packed).loss
@@ -117,7 +121,7 @@ class Run:
         return FloatingPointError(f"{what} at step {step} (learning rate {lr:.3g}); {kept}")
 
     def _part(self, step: int, part: int) -> TokenBatch:
-        """This process's rows of a part of a batch: which rows the batch has depends on the step alone."""
+        """This process's rows of a part of a batch; the rows of a batch depend on the step alone."""
         rows, accelerator, windows = self.rows_per_part, self.accelerator, self.data.train
         first = (step - 1) * self.config.batch_size + (
             part * accelerator.num_processes + accelerator.process_index
@@ -130,8 +134,7 @@ class Run:
 
     @torch.no_grad()
     def heldout_loss(self, step: int) -> float:
-        """Mean loss in nats per token over the held-out windows, however many processes share them; of a task, per
-        answer."""
+        """The mean loss in nats per held-out token, or per answer of a task, over all processes."""
         accelerator = self.accelerator
         count, held = self._heldout()
         # Every process runs equally many equal batches: the model synchronises them.
@@ -140,12 +143,12 @@ class Run:
         self.model.eval()
         for first in range(0, count, together):
             mine = first + accelerator.process_index * self.rows_per_part + np.arange(self.rows_per_part)
-            which = np.where(mine < count, mine, 0)  # some are there to fill a batch, and do not count
+            which = np.where(mine < count, mine, 0)  # rows that fill the last batch do not count
             rows = held(which, int((mine < count).sum()))
             loss = self._loss(step, rows.to(accelerator.device))
             if rows.counted:
                 total += torch.tensor([float(loss) * rows.counted, rows.counted], dtype=torch.float64)
-        # Two float32 numbers would not hold a sum over many tokens.
+        # float32 could not hold a sum over many tokens
         summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
         if not summed[1]:
             raise ValueError(
@@ -158,7 +161,7 @@ class Run:
         return mean
 
     def _heldout(self) -> tuple[int, Callable[[npt.NDArray[np.int64], int], TokenBatch]]:
-        """How many held-out rows an evaluation has, and those of some numbers, of which so many count."""
+        """The number of held-out rows of an evaluation, and a function from row numbers and a count to a batch."""
         length, tokens = self.config.data.context_length, self.config.eval_tokens
         heldout, documents = self.data.heldout, self.data.heldout_documents
         if isinstance(heldout, Examples):
@@ -174,7 +177,7 @@ class Run:
 
     @functools.cached_property
     def peak(self) -> float | None:
-        """Operations per second that the GPUs could do; said once where they are not known."""
+        """The peak operations per second of the GPUs, or None; an unknown GPU is logged once."""
         return peak_here(self.accelerator.device, self.accelerator.num_processes)
 
     def usage(self, step: int, tokens_per_second: float) -> Row:
@@ -197,14 +200,15 @@ class Run:
         return row
 
     def forgets(self) -> Row:
-        """What the layers that forget say of the last step, its last part in this process; nothing where none does."""
+        """The metrics of One-Pass Forgetting from the last step's last part in this process; empty without such
+        layers."""
         return {} if self.extra is None else shown(self.extra.row)
 
     def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
-        """Loss and norm as numbers.
+        """The loss and the norm as numbers, after a check that they are finite.
 
         Raises:
-            FloatingPointError: one of them is not finite; a norm that is not is an update that loss scaling skips.
+            FloatingPointError: one of them is not finite, unless loss scaling skips the update.
         """
         skipped = self.accelerator.scaler is not None  # the fused optimizer skips without telling accelerate
         for name, value in (("loss", float(loss)), ("norm of the gradient", float(norm))):
@@ -213,11 +217,11 @@ class Run:
         return float(loss), float(norm) if math.isfinite(float(norm)) else 0.0
 
     def check_weights(self, step: int) -> None:
-        """Refuse to save weights that no run can go on from.
+        """Raise where weights are not finite, before they are saved.
 
         Raises:
             FloatingPointError: one of them is not finite.
         """
         finite = [own(parameter.detach()).isfinite().all() for parameter in self.model.parameters()]
-        if self.accelerator.reduce((~torch.stack(finite)).sum()):  # those of any process
+        if self.accelerator.reduce((~torch.stack(finite)).sum()):  # over all processes
             raise self._diverged(step, "a weight is not finite after the update")

@@ -1,10 +1,9 @@
-"""How well a training run uses its GPUs: floating point operations, and the share of blocks that pruning keeps.
+"""A run's use of its GPUs: floating point operations, and the share of blocks that pruning computes.
 
-A model's operations are those of its matrix products, forward once and backward twice: 6 for every parameter that is
-no row of the embedding (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1), and for every
-head 6 (K + V) for each pair of a token and one that it may see, or of a recurrence 6 K V a token that reads its state
-and as many each time that the token writes (once, but for those with several factors). Norms, convolutions,
-transitions and what is computed twice to save memory are not counted.
+A model's operations are those of its matrix products, forward once and backward twice: 6 per token for every parameter
+but the embedding's (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1), and for every head 6
+(K + V) per visible (query, key) pair, or for a recurrence 6 K V per token to read its state and 6 K V per write (one
+write per factor). Norms, convolutions, transitions and what is computed twice to save memory are not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from attnzoo.training.batches import TokenBatch
 
 logger = logging.getLogger(__name__)
 
-# Dense bfloat16 operations per second with float32 sums, from NVIDIA's data sheets (half of what they give "with
+# Dense bfloat16 operations per second with float32 sums, from NVIDIA's data sheets (half of the figures "with
 # sparsity"), by words of the name that the driver gives; the entry with most words counts.
 PEAKS = {
     "A10": 125e12,
@@ -48,14 +47,14 @@ PEAKS = {
 
 
 def peak_of(name: str) -> float | None:
-    """Operations per second of the GPU that the driver calls so; None where that is not known, as of a part of one."""
+    """The peak operations per second of the GPU of that driver name; None for unknown GPUs and for parts of one."""
     words = set(re.split(r"\W+", name))
     known = [entry for entry in PEAKS if words.issuperset(entry.split())]
     return None if not known or "MIG" in words else PEAKS[max(known, key=lambda entry: len(entry.split()))]
 
 
 def peak_here(device: torch.device, processes: int) -> float | None:
-    """Of all GPUs of a run, taken for equal; None on a CPU, and, with a line of the log, on an unknown GPU."""
+    """The peak operations per second of all GPUs of a run, assumed equal; None on a CPU or, logged, an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -73,7 +72,7 @@ class _Layer:
 
 
 class Operations:
-    """Operations of a model's forward and backward pass.
+    """The count of operations of a model's forward and backward pass.
 
     Args:
         model: on any device; its parameters may be shared with the head.
@@ -87,11 +86,11 @@ class Operations:
         self._layers = [_layer(layer) for layer in _attentions(model).values()]
 
     def per_step(self, rows: Sequence[TokenBatch], kept: Mapping[int, float] | None = None) -> int:
-        """Operations on these rows.
+        """The number of operations of a step on these rows.
 
         Args:
             rows: the parts of a step.
-            kept: by number of the layer, the share of the blocks of pairs that is computed; all where it says nothing.
+            kept: by layer number, the share of blocks that is computed; 1 for other layers.
         """
         tokens = sum(part.inputs.numel() for part in rows)
         total = 6 * self.parameters * tokens
@@ -117,15 +116,14 @@ def _attentions(model: nn.Module) -> dict[int, Attention]:
 
 @torch.no_grad()
 def blocks_kept(model: nn.Module, rows: TokenBatch) -> dict[int, float]:
-    """By number of the layer, the share of blocks (128 tokens by 64) that pruning leaves of those that borders and the
-    window leave, mean over heads; layers that prune nothing are left out.
+    """By layer number, the share of visible blocks (128 rows by 64 keys) that pruning computes, mean over heads.
 
-    One forward pass more. A compiled model runs as it is written, so that nothing is compiled for it. Under a sharding
-    all processes must call it.
+    Layers without pruning are left out. It runs one more forward pass, without compilation. With a sharded model all
+    processes must call it.
 
     Args:
-        model: as it is trained, perhaps wrapped.
-        rows: of tokens, of which the first row is measured, or all of a packed one.
+        model: the trained model, perhaps wrapped.
+        rows: tokens, of which the first row is measured, or all of a packed row.
     """
     shares: dict[int, Tensor] = {}
     pruned = {number: layer for number, layer in _attentions(model).items() if layer.prune is not None}
@@ -139,7 +137,7 @@ def blocks_kept(model: nn.Module, rows: TokenBatch) -> dict[int, float]:
 
 @contextmanager
 def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iterator[None]:
-    """Each layer's share is noted when it runs."""
+    """Record each layer's share in ``shares`` while it runs."""
 
     def note(number: int) -> Any:
         def measure(layer: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], _: Tensor) -> None:
