@@ -5,6 +5,7 @@ An angle is multiplied by the position, and a log-decay by the distance: the rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -86,28 +87,54 @@ class PreciseModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class GateLinear(nn.Linear, PreciseModule):
-    """A linear map to the logits of a gate, whose bias stays in at least float32.
+class GateAffine(PreciseModule):
+    """A linear map inside a gate, whose bias stays in at least float32.
+
+    It is no ``nn.Linear``: scripts that initialise all of these anew do not find it, and gates start as papers say.
 
     Args:
         inputs: channels of x.
         outputs: logits.
+        bias: where each bias starts; None for a map without.
+        std: of the weights at the start, which are normal; None for uniform ones, as ``nn.Linear`` has them.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self._least["bias"] = torch.float32
-        self.bias = nn.Parameter(wide(self.bias.detach()))  # whatever torch's default dtype is
+    bias: Tensor | None
+
+    def __init__(self, inputs: int, outputs: int, *, bias: float | None = 0.0, std: float | None = 0.02) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.start, self.std = inputs, outputs, bias, std
+        plain = nn.Linear(inputs, outputs, bias is not None)
+        self.weight = plain.weight
+        self.register_parameter("bias", None)
+        if bias is not None:
+            self.keep("bias", plain.bias.detach(), trainable=True)
+
+    def reset_parameters(self) -> None:
+        """Weights and biases as at the start."""
+        if self.std is None:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        else:
+            nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None and self.start is not None:
+            nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
-        if x.dtype == self.bias.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-            return super().forward(x)
+        """``W x + b``; with a bias in at least float32: where x has 16 bits, it is added to the product in float32."""
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if self.bias is None or (x.dtype == self.bias.dtype and not autocast):
+            return F.linear(x, self.weight, self.bias)
         return self.unbiased(x) + self.bias
 
     def unbiased(self, x: Tensor) -> Tensor:
         """``W x``."""
         return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+LinearMap = nn.Linear | GateAffine
 
 
 @torch.no_grad()

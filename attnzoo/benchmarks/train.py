@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
 from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.models import LanguageModel
-from attnzoo.precision import GateLinear
+from attnzoo.precision import GateAffine
 from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
@@ -53,7 +53,7 @@ def trained_gates(config: TrainConfig, folder: Path) -> None:
     save_file(gates, folder / "model.safetensors")
 
 
-def trained_biases(model: nn.Module) -> dict[str, tuple[GateLinear, Tensor]]:
+def trained_biases(model: nn.Module) -> dict[str, tuple[GateAffine, Tensor]]:
     """The projections to forget gates by name, each with the bias of a constant gate as trained ones are."""
     generator, found = torch.Generator().manual_seed(0), {}
     for name, module in model.named_modules():

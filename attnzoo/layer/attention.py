@@ -31,7 +31,7 @@ from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Stream, rows_of_call
-from attnzoo.precision import PreciseModule, fill
+from attnzoo.precision import LinearMap, PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
@@ -125,7 +125,7 @@ class Attention(PreciseModule):
     def reset_parameters(self) -> None:
         """Initialise linear weights from N(0, 0.02^2), and gates, norms and convolutions as their papers do."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, LinearMap):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

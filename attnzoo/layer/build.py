@@ -57,6 +57,8 @@ def build_attention(
     for default in defaults:
         if default not in known | set(taken := gate_options(gate_classes(defaults.get("gate", "none")))):
             raise unknown("option", default, sorted(known | set(taken)), of=f"the layer of {name!r}")
+    for option in REFUSED.keys() & options.keys() - known:
+        raise ValueError(f"{option}: expected no such option ({REFUSED[option]}), got {options[option]!r}")
     check_kinds(options, AttentionConfig.__annotations__)
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:
@@ -85,6 +87,16 @@ def build_attention(
 
 
 BUILD_OPTIONS = {"block", "acp", "impl", "forgetting", "keep_carries"}
+_WHY = {
+    "no paper of a variant drops attention weights; drop what the layer returns": (
+        "dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop",
+    ),
+    "every layer is causal": ("causal", "is_causal"),
+    "a layer takes any length": ("block_size", "max_seq_len", "max_position_embeddings", "context_length"),
+    "x is [B, T, D] everywhere": ("batch_first", "layout"),
+    "the projections' own are qkv_bias and output_bias": ("bias",),
+}  # fmt: skip
+REFUSED = {option: why for why, options in _WHY.items() for option in options}
 
 
 def _prune(acp: bool | Prune) -> Prune | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.values import as_given
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import wide
+from attnzoo.precision import GateAffine, wide
 
 UNIT_EPS = 1e-6  # repeated as a literal below: torch.compile(dynamic=True) makes symbols of global floats
 
@@ -175,10 +175,10 @@ class TokenShift(nn.Module):
     def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.proj = nn.Linear(hidden_size, heads, bias=False)
+        self.proj = GateAffine(hidden_size, heads, bias=None)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.proj.weight, std=0.02)
+        self.proj.reset_parameters()
 
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""

@@ -8,10 +8,10 @@ from torch import nn
 
 from attnzoo.errors import check_kinds
 from attnzoo.layer.modules import HeadNorm, ShortConvolution
-from attnzoo.precision import PreciseModule
+from attnzoo.precision import GateAffine, PreciseModule
 
 NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-MATRICES = (ShortConvolution, nn.Linear, nn.Embedding)  # their weights decay, also where sharding has flattened them
+MATRICES = (ShortConvolution, GateAffine, nn.Linear, nn.Embedding)  # these decay, even flattened by a sharding
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
-from attnzoo.precision import PreciseModule
+from attnzoo.precision import LinearMap, PreciseModule
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class LanguageModel(nn.Module):
             precise = module.precise if isinstance(module, PreciseModule) else ()
             if isinstance(module, nn.RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
-            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied and "weight" not in precise:
+            if isinstance(module, LinearMap | nn.Embedding) and module is not tied and "weight" not in precise:
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None and "bias" not in precise:
+            if isinstance(module, LinearMap) and module.bias is not None and "bias" not in precise:
                 nn.init.zeros_(module.bias)
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.config import ModelConfig, OptimizerConfig
 from attnzoo.layer.weight_decay import spared
 from attnzoo.models import LanguageModel, decoder
-from attnzoo.precision import GateLinear, PreciseModule
+from attnzoo.precision import GateAffine, PreciseModule
 from attnzoo.training.optimizer import build_optimizer
 
 HYBRID = ["mamba2", "fox"]
@@ -46,7 +46,7 @@ def test_linear_and_embedding_weights_are_normal_with_the_given_deviation():
     assert checked >= 2 + 2 * 3  # embedding and head; three of the MLP in each layer, and what the attention has
 
 
-class Own(GateLinear):
+class Own(GateAffine):
     """A map whose weight, too, starts where it wants to."""
 
     def __init__(self):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.gates.decay import StepSize
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.modules import ShortConvolution, l2_normalize, softplus
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateLinear, fill, wide
+from attnzoo.precision import GateAffine, fill, wide
 
 
 class SelectiveAngles(GateProjection):
@@ -56,20 +56,15 @@ class SelectiveAngles(GateProjection):
         self.theta = theta
         angles = sizes.num_heads * (sizes.head_dim // 2)
         self.keep("frequency", rotary_angles(sizes.head_dim, theta))
-        self.angle_down = nn.Linear(sizes.hidden_size, angle_rank, bias=False)
-        self.angle_up = nn.Linear(angle_rank, angles, bias=False)
+        self.angle_down = GateAffine(sizes.hidden_size, angle_rank, bias=None, std=None)
+        self.angle_up = GateAffine(angle_rank, angles, bias=None, std=None)
         self.angle_conv = ShortConvolution(angles, angle_conv_size, activation="identity") if angle_conv_size else None
-        self.phase_proj = GateLinear(sizes.hidden_size, sizes.num_heads) if phase_gate else None
+        self.phase_proj = GateAffine(sizes.hidden_size, sizes.num_heads) if phase_gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         fill(self.frequency, rotary_angles(self.sizes.head_dim, self.theta))
-        for linear in (self.angle_down, self.angle_up):
-            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
-        if self.angle_conv is not None:
-            self.angle_conv.reset_parameters()
-        if self.phase_proj is not None:
-            reset_linear(self.phase_proj)
+        super().reset_parameters()
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         H = self.sizes.num_heads
@@ -119,14 +114,9 @@ class Mamba3Decay(StepSize):
                 f"got {rotated_share}"
             )
         self.a_min, self.still = a_min, sizes.head_dim // 2 - pairs
-        self.a_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
-        self.angle_proj = nn.Linear(sizes.hidden_size, pairs, bias=False)
+        self.a_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=None)
+        self.angle_proj = GateAffine(sizes.hidden_size, pairs, bias=None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        reset_linear(self.a_proj)
-        reset_linear(self.angle_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)

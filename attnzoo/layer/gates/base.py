@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.layer.modules import ShortConvolution
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import PreciseModule
+from attnzoo.precision import GateAffine, PreciseModule
 
-INIT_STD = 0.02
 DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # a write strength: w is k itself, and beta also scales v
 
 Write = Tensor | Literal["delta_rule"] | None
@@ -53,6 +53,9 @@ class GateProjection(PreciseModule):
 
     def reset_parameters(self) -> None:
         """Initialise the weights as the projection's paper does."""
+        for part in self.children():
+            if isinstance(part, GateAffine | ShortConvolution):
+                part.reset_parameters()
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         """The gate, and the write strength of each token.
@@ -71,10 +74,3 @@ class GateProjection(PreciseModule):
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         """The core's keys, ``[B, T, G, K]``: k itself, unless the gate makes them."""
         return k
-
-
-def reset_linear(linear: nn.Linear) -> None:
-    """Initialise weights from N(0, ``INIT_STD``^2) and the bias to 0."""
-    nn.init.normal_(linear.weight, std=INIT_STD)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)

@@ -7,13 +7,13 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateLinear, fill, wide
+from attnzoo.precision import GateAffine, fill, wide
 
 
 class FullRankDiagonal(GateProjection):
@@ -27,13 +27,8 @@ class FullRankDiagonal(GateProjection):
 
     def __init__(self, sizes: Sizes, *, channel_bias: float = 8.0) -> None:
         super().__init__(sizes)
-        self.channel_bias = channel_bias
-        self.channel_proj = GateLinear(sizes.hidden_size, sizes.num_heads * sizes.head_dim)
+        self.channel_proj = GateAffine(sizes.hidden_size, sizes.num_heads * sizes.head_dim, bias=channel_bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_linear(self.channel_proj)
-        nn.init.constant_(self.channel_proj.bias, self.channel_bias)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.channel_proj(x)))
@@ -61,15 +56,14 @@ class SoftplusDiagonal(GateProjection):
         if channel_rank is not None and channel_rank < 1:
             raise ValueError(f"channel_rank: expected at least 1, got {channel_rank}")
         channels, rank = sizes.num_heads * sizes.head_dim, channel_rank or sizes.head_dim
-        self.channel_down = nn.Linear(sizes.hidden_size, rank, bias=False)
-        self.channel_up = nn.Linear(rank, channels, bias=False)
+        self.channel_down = GateAffine(sizes.hidden_size, rank, bias=None)
+        self.channel_up = GateAffine(rank, channels, bias=None)
         self.keep("channel_bias", torch.empty(channels), trainable=True)
         self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        reset_linear(self.channel_down)
-        reset_linear(self.channel_up)
+        super().reset_parameters()
         step = torch.empty(self.channel_up.out_features).uniform_(math.log(0.001), math.log(0.1)).exp()
         fill(self.channel_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())

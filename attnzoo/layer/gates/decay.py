@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import has_values
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateLinear, fill, wide
+from attnzoo.precision import GateAffine, fill, wide
 
 
 class ALiBiSlope(GateProjection):
@@ -82,14 +82,9 @@ class ForgetGate(GateProjection):
 
     def __init__(self, sizes: Sizes, *, scale_forget: bool = False, gate_bias: float = 0.0) -> None:
         super().__init__(sizes)
-        self.gate_bias = gate_bias
         self.factor = sizes.head_dim**-0.5 if scale_forget else 1.0
-        self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
+        self.forget_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=gate_bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_linear(self.forget_proj)
-        nn.init.constant_(self.forget_proj.bias, self.gate_bias)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         g = F.logsigmoid(wide(self.forget_proj(x)))
@@ -151,11 +146,11 @@ class StepSize(GateProjection):
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
         self.dt_min, self.dt_max = dt_min, dt_max
-        self.dt_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
+        self.dt_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=None)
         self.keep("dt_bias", torch.empty(sizes.num_heads), trainable=True)
 
     def reset_parameters(self) -> None:
-        reset_linear(self.dt_proj)
+        super().reset_parameters()
         dt = torch.empty(self.sizes.num_heads).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
         fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 

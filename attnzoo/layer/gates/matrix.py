@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write
 from attnzoo.layer.modules import ShortConvolution, l2_normalize
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateLinear, fill, wide
+from attnzoo.precision import GateAffine, fill, wide
 
 
 class LowRankDiagonal(GateProjection):
@@ -36,16 +36,10 @@ class LowRankDiagonal(GateProjection):
             raise ValueError(f"gate_rank: expected at least 1, got {gate_rank}")
         if temperature <= 0:
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        self.temperature, self.gate_bias = temperature, gate_bias
-        self.down = None if gate_rank is None else nn.Linear(sizes.hidden_size, gate_rank, bias=False)
-        self.up = GateLinear(gate_rank or sizes.hidden_size, sizes.num_heads * sizes.head_dim)
+        self.temperature = temperature
+        self.down = None if gate_rank is None else GateAffine(sizes.hidden_size, gate_rank, bias=None)
+        self.up = GateAffine(gate_rank or sizes.hidden_size, sizes.num_heads * sizes.head_dim, bias=gate_bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.down is not None:
-            reset_linear(self.down)
-        reset_linear(self.up)
-        nn.init.constant_(self.up.bias, self.gate_bias)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.up(x if self.down is None else self.down(x)))) / self.temperature
@@ -106,11 +100,8 @@ class DeltaRule(GateProjection):
     def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False, num_householder: int = 1) -> None:
         super().__init__(sizes)
         self.allow_neg_eigval, self.factors = allow_neg_eigval, checked_factors(num_householder)
-        self.beta_proj = nn.Linear(sizes.hidden_size, sizes.num_kv_heads * self.factors, bias=False)
+        self.beta_proj = GateAffine(sizes.hidden_size, sizes.num_kv_heads * self.factors, bias=None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         beta = by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
@@ -157,18 +148,16 @@ class PathTransition(GateProjection):
         width = sizes.num_kv_heads * self.factors * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None
         if w == "low_rank":
-            self.w_down = nn.Linear(sizes.hidden_size, w_rank, bias=False)
-            self.w_up = nn.Linear(w_rank, width, bias=False)
+            self.w_down = GateAffine(sizes.hidden_size, w_rank, bias=None)
+            self.w_up = GateAffine(w_rank, width, bias=None)
             self.w_conv = ShortConvolution(width, w_conv_size) if w_conv_size else None
-        self.beta_proj = GateLinear(sizes.hidden_size, sizes.num_kv_heads * self.factors)
+        self.beta_proj = GateAffine(sizes.hidden_size, sizes.num_kv_heads * self.factors)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for module in (self.w_down, self.w_up, self.beta_proj):
+        for module in (self.w_down, self.w_up, self.beta_proj, self.w_conv):  # not in the order of their names
             if module is not None:
-                reset_linear(module)
-        if self.w_conv is not None:
-            self.w_conv.reset_parameters()
+                module.reset_parameters()
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         w = k

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.forms.caches.device_memory import check_memory, size_of
-from attnzoo.precision import GateLinear
+from attnzoo.precision import GateAffine, LinearMap
 
 
 class StackedMaps:
@@ -22,7 +22,7 @@ class StackedMaps:
         maps: the maps, in the order in which they are called.
     """
 
-    def __init__(self, maps: Sequence[nn.Linear]) -> None:
+    def __init__(self, maps: Sequence[LinearMap]) -> None:
         self.maps, self.sizes = list(maps), [one.out_features for one in maps]
         self.weight = torch.cat([one.weight.detach() for one in maps])  # [sum of outputs, D]
         self.given: tuple[Tensor, ...] = ()
@@ -79,22 +79,22 @@ def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.M
     return [_twin(block, parts) for block in blocks], products
 
 
-def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[nn.Linear]]:
+def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[LinearMap]]:
     """Groups of linear maps that read the same tensor while ``run`` calls the blocks, in the order of their calls.
 
     Left out are maps of another class (quantised ones), with hooks or sharded weights, and those called twice.
     """
-    seen: list[tuple[Tensor, list[nn.Linear]]] = []
+    seen: list[tuple[Tensor, list[LinearMap]]] = []
 
     def note(one: nn.Module, given: tuple[Tensor]) -> None:
         maps = next((maps for x, maps in seen if x is given[0]), None)
         if maps is None:
             seen.append((given[0], maps := []))
-        maps.append(cast(nn.Linear, one))
+        maps.append(cast(LinearMap, one))
 
     hooks = []
     for one in {module for block in blocks for module in block.modules()}:
-        plain = type(one) in (nn.Linear, GateLinear) and type(one.weight) is nn.Parameter
+        plain = type(one) in (nn.Linear, GateAffine) and type(one.weight) is nn.Parameter
         if plain and not one._forward_hooks and not one._forward_pre_hooks:
             hooks.append(one.register_forward_pre_hook(note))
     try:
@@ -103,7 +103,7 @@ def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[l
         for hook in hooks:
             hook.remove()
     calls = Counter(one for _, maps in seen for one in maps)
-    groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+    groups: dict[tuple[int, torch.dtype], list[LinearMap]] = {}
     for place, (_, maps) in enumerate(seen):
         for one in maps:
             if calls[one] == 1:
