@@ -99,7 +99,7 @@ class GateAffine(PreciseModule):
         std: of the weights at the start, which are normal; None for uniform ones, as ``nn.Linear`` has them.
     """
 
-    bias: Tensor | None
+    bias: Tensor  # or None, as of nn.Linear
 
     def __init__(self, inputs: int, outputs: int, *, bias: float | None = 0.0, std: float | None = 0.02) -> None:
         super().__init__()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
+from attnzoo.errors import unknown
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
+
+Layout = Literal["bthd", "bhtd"]
+WITH_HEADS = ("log_decay", "log_diag", "w", "beta", "receivers")  # beside q, k and v: [B, T, heads, ...]
 
 
 class AttentionFunction(Protocol):
@@ -28,8 +34,41 @@ class AttentionFunction(Protocol):
 
 
 def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> AttentionFunction:
-    """The function itself, typed by ``return_lse``."""
-    return cast(AttentionFunction, function)
+    """The function, typed by ``return_lse``, with a ``layout``: ``"bhtd"`` where heads come before tokens everywhere.
+
+    A call that says neither layout nor implementation is told where its heads and tokens look exchanged.
+    """
+
+    @functools.wraps(function)
+    def call(q: Any, k: Any, v: Any, *, layout: Layout | None = None, **options: Any) -> Any:
+        if layout == "bhtd":
+            turned = {name: _turned(options[name]) for name in WITH_HEADS if name in options}
+            return _turned(function(_turned(q), _turned(k), _turned(v), **{**options, **turned}))
+        if layout not in (None, "bthd"):
+            raise unknown("layout", layout, get_args(Layout))
+        if layout is None and options.get("impl", "auto") == "auto":
+            _look_at_layout(q, k)
+        return function(q, k, v, **options)
+
+    return cast(AttentionFunction, call)
+
+
+def _turned(x: Any) -> Any:
+    """Heads and tokens of x, or of each of several, exchanged; what has no two of them as it is."""
+    if isinstance(x, tuple | list):
+        return tuple(map(_turned, x))
+    return x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 2 else x
+
+
+def _look_at_layout(q: Any, k: Any) -> None:
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and not torch.compiler.is_compiling():
+        T, H = q.shape[1:3]
+        if H > T > 1 and k.shape[1] == T:
+            warnings.warn(
+                f"q: {H} heads of {T} tokens in {tuple(q.shape)}, which is [B, T, H, K]; where heads come first, pass "
+                "layout='bhtd', and layout='bthd' where they do not",
+                stacklevel=3,
+            )
 
 
 def returned(made: Any, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

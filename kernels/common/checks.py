@@ -51,17 +51,20 @@ def check_inputs(
         raise ValueError(f"k: expected [B={B}, S, G, K={K}] as in q, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected [B={B}, S={S}, G={G}, V] as in k, got {tuple(v.shape)}")
+    exchanged = "; heads and tokens look exchanged (layout='bhtd' where heads come first)"
+    hint = exchanged if S < T and G in (H, T) else ""
     if G == 0 or H == 0 or H % G:
-        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
+        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}{hint}")
     if K == 0:
         raise ValueError(f"q: expected at least one channel, got {tuple(q.shape)}")
     if T > S or T == 0:
-        raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
+        raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}{hint}")
     if log_decay is not None:
         if log_decay.shape != (B, S, H) and log_decay.shape != (H,):
+            hint = exchanged if log_decay.shape == (B, H, S) else ""
             raise ValueError(
                 f"log_decay: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
-                f"got {tuple(log_decay.shape)}"
+                f"got {tuple(log_decay.shape)}{hint}"
             )
         check_log_dtype("log_decay", log_decay, q)
     for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):

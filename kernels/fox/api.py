@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
-from attnzoo.kernels.common.calls import attention, cast_for_autocast, reference_share, returned
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.checks import (
     Impl,
     check_inputs,
@@ -50,6 +50,7 @@ def fox_attention(
     gate_sums: GateSums | None = None,
     receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
+    layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
@@ -83,6 +84,8 @@ def fox_attention(
         receivers: float32 tensors of q's and k's shapes that get the gradients of q and k, unrounded, in place of q and
             k. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: return the rows' log-sum-exp as well.
+        layout: "bthd", the shapes above (so does None, which warns where there are more heads than tokens), or "bhtd":
+            heads come before tokens, as PyTorch has them, in all that is given and returned.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
     Under autocast q, k and v are cast to the autocast dtype and log_decay to float32.

@@ -16,7 +16,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.calls import attention, cast_for_autocast, reference_share, returned
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.checks import (
     Impl,
     check_receivers,
@@ -53,6 +53,7 @@ def path_attention(
     logit_bound: Tensor | None = None,
     receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
+    layout: Layout | None = None,
     keep_carries: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,6 +94,8 @@ def path_attention(
             the backward is faster by about half of the forward, for about 33 K bytes a token and key head in 16 bits
             (``kernels/path/kept_transitions.py``). Values and gradients are the same. Not with log_diag. Without a
             gradient to come nothing is kept, and the reference keeps everything in any case.
+        layout: "bthd", the shapes above (so does None, which warns where there are more heads than tokens), or "bhtd":
+            heads come before tokens, as PyTorch has them, in all that is given and returned.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0, with Triton 3.7 also 8.0).
 

@@ -12,7 +12,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.calls import attention, cast_for_autocast, returned
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, returned
 from attnzoo.kernels.common.checks import Impl, check_whole_sequences, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
@@ -36,6 +36,7 @@ def wall_attention(
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
     return_lse: bool = False,
+    layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention with a decay per channel inside the logits (Wall), and a forget gate beside them.
@@ -64,6 +65,8 @@ def wall_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
+        layout: "bthd", the shapes above (so does None, which warns where there are more heads than tokens), or "bhtd":
+            heads come before tokens, as PyTorch has them, in all that is given and returned.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports.
 
     Under autocast q, k and v are cast to the autocast dtype and log_diag to float32.

@@ -210,3 +210,9 @@ def test_a_scaler_under_autocast_steps_and_an_average_of_the_model_follows(scrip
     assert gate.bias.dtype == torch.float32
     assert gate.bias.min() > 2.0
     assert not torch.equal(gate.bias, model.mixers[0].gate.forget_proj.bias)
+
+
+def test_options_that_no_paper_has_are_refused_with_the_reason():
+    for option, why in (("dropout", "no paper"), ("is_causal", "every layer is causal"), ("bias", "qkv_bias")):
+        with pytest.raises(ValueError, match=f"^{option}: expected no such option .*{why}.*, got True"):
+            build_attention("fox", **SIZES, **{option: True})
