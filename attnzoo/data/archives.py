@@ -1,4 +1,4 @@
-"""What files and archives hold, however hostile: nothing is read without a bound, and what cannot be read is told."""
+"""Documents in files and archives, also hostile ones: every read is bounded, and unreadable parts are reported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 LARGEST = 2**30  # bytes of a document
-TIMES = 200  # its own size, beyond LARGEST, is what a packed file may come to
-DEEPEST = 100  # folders in a name
+TIMES = 200  # a packed file may unpack to LARGEST plus so many times its size
+DEEPEST = 100  # most nested folders in a name
 CHUNK = 2**20
 DECOMPRESS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda packed: gzip.GzipFile(fileobj=packed),
@@ -28,11 +28,11 @@ ZIPS = (".zip", ".whl", ".jar")
 
 
 class LeftOutError(Exception):
-    """Why a document is not taken, or the rest of an archive is not read.
+    """A document is left out, or the rest of an archive is not read.
 
     Args:
-        reason: by which it is counted.
-        detail: more about this one.
+        reason: the reason, by which such documents are counted.
+        detail: details on this document.
     """
 
     def __init__(self, reason: str, detail: object = ""):
@@ -40,15 +40,15 @@ class LeftOutError(Exception):
         self.reason, self.detail = reason, " ".join(str(detail).split())
 
 
-Opened = Callable[[], Any]  # a stream of bytes
+Opened = Callable[[], Any]  # a function that opens a stream of bytes
 Member = tuple[str, Opened | LeftOutError]
 
 
 def members(file: Path, name: str, budget: Budget) -> Iterator[Member]:
-    """What a file holds: names, and functions that open them until the next is asked for, or why nothing is opened.
+    """The documents of a file: each a name with a function that opens it, valid until the next is taken, or an error.
 
     Raises:
-        OSError: the disk's, not the archive's.
+        OSError: an error of the disk, not of the archive.
     """
     try:
         if file.name.lower().endswith(TARS):
@@ -58,15 +58,15 @@ def members(file: Path, name: str, budget: Budget) -> Iterator[Member]:
         else:
             with ExitStack() as stack:
                 yield name, lambda: stack.enter_context(open(file, "rb"))
-    except Exception as error:  # of many kinds, as damage brings them out of tarfile and zipfile
+    except Exception as error:  # damaged archives raise many kinds from tarfile and zipfile
         yield name, left_out(error)
 
 
 def left_out(error: Exception) -> LeftOutError:
-    """An error in reading as a reason.
+    """An error while reading as a :class:`LeftOutError`.
 
     Raises:
-        OSError: the disk's, not the archive's.
+        OSError: an error of the disk, not of the archive.
     """
     if isinstance(error, OSError) and error.errno is not None:
         raise error
@@ -76,7 +76,7 @@ def left_out(error: Exception) -> LeftOutError:
 
 
 class Budget:
-    """What may still be unpacked from a file of so many bytes, which is how one that never ends is broken off."""
+    """The bytes that may still be unpacked from a file, by which endless archives are stopped."""
 
     def __init__(self, size: int):
         self.left = LARGEST + TIMES * size
@@ -89,7 +89,7 @@ class Budget:
 
 
 class Counted:
-    """A stream whose bytes are counted."""
+    """A stream whose bytes are counted against a budget."""
 
     def __init__(self, stream: Any, budget: Budget):
         self.stream, self.budget = stream, budget
@@ -102,13 +102,13 @@ class Counted:
 
 
 def unpacked(stream: Any, suffix: str, budget: Budget) -> Any:
-    """A stream without the packing of its name's suffix, if that is one."""
+    """The stream decompressed by its name's suffix, or as it is without such a suffix."""
     unpack = DECOMPRESS.get(suffix.lower())
     return Counted(unpack(stream), budget) if unpack else stream
 
 
 def whole(stream: Any) -> bytearray:
-    """The content of a stream that holds text.
+    """The whole content of a stream of text.
 
     Raises:
         LeftOutError: it has a zero byte, or is larger than `LARGEST`.
@@ -122,7 +122,8 @@ def whole(stream: Any) -> bytearray:
 
 
 def lines(stream: Any) -> Iterator[bytes | LeftOutError]:
-    """The lines of a stream that holds text, without their ends; why not, where one is too long or has a zero byte."""
+    """The lines of a stream of text, without line ends; an error in place of a line that is too long or has a zero
+    byte."""
     while line := stream.readline(LARGEST + 1):
         try:
             check(line)
@@ -135,7 +136,7 @@ def lines(stream: Any) -> Iterator[bytes | LeftOutError]:
 
 
 def check(content: bytes | bytearray, zero: bool = True) -> None:
-    """Refuse what can be no document.
+    """Raise where ``content`` cannot be a document.
 
     Raises:
         LeftOutError: it has a zero byte, or is larger than `LARGEST`.
@@ -147,7 +148,7 @@ def check(content: bytes | bytearray, zero: bool = True) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is damaged is an error, where tarfile takes it for the end of the archive."""
+    """A tar header that raises where it is damaged; tarfile would take it for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
@@ -165,11 +166,11 @@ def _of_tar(file: Path, name: str, budget: Budget) -> Iterator[Member]:
             raise ValueError("it is packed by zstandard: unpack it before")
         suffix = next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), "")
         size = file.stat().st_size
-        # A stream is never read backwards, as a file with a member of a negative size would be, again and again.
+        # A member of negative size would move a stream backwards, without end.
         with tarfile.open(fileobj=unpacked(raw, suffix, budget), mode="r|", tarinfo=_Header) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # else all are kept
-                # The size of a sparse one is not what it takes in the archive.
+                # A sparse member's size is not its size in the archive.
                 if not member.issparse() and not 0 <= member.size <= (budget.left if suffix else size):
                     ends = f"it unpacks to more than {TIMES} times its size" if suffix else "the archive ends before"
                     raise ValueError(f"{member.name!r} would have {member.size:,} bytes, and {ends}")
@@ -182,7 +183,7 @@ def _of_tar(file: Path, name: str, budget: Budget) -> Iterator[Member]:
 def _of_zip(file: Path, name: str, budget: Budget) -> Iterator[Member]:
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if not entry.filename.endswith("/"):  # not is_dir, which needs a name
+            if not entry.filename.endswith("/"):  # is_dir fails for an empty name
                 yield _inside(name, entry.filename, partial(_entry, archive, entry, budget))
 
 
@@ -195,7 +196,7 @@ def _entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, budget: Budget) -> 
 
 
 def _inside(archive: str, member: str, opened: Opened) -> Member:
-    """The name of a document in an archive, which can lie nowhere but beneath the archive's own name."""
+    """A member of an archive under a name that lies beneath the archive's own name."""
     parts = [part for part in PurePosixPath(member.replace("\\", "/")).parts if part not in ("/", "..")]
     name = f"{archive}/{'/'.join(parts)}"
     if not parts:

@@ -11,17 +11,17 @@ from attnzoo.data.sources import BYTES
 
 logger = logging.getLogger(__name__)
 
-END = "<|end|>"  # ends each document; token 0
-WORD = 1024  # characters; the words of nearly all texts are shorter
-LONG_WORD = re.compile(rf"\w{{{WORD}}}|(?:[^\w\s]|_){{{WORD}}}|\s{{{WORD}}}")  # at most what GPT-2 takes for one word
+END = "<|end|>"  # the token that ends each document, number 0
+WORD = 1024  # most characters of a word in training
+LONG_WORD = re.compile(rf"\w{{{WORD}}}|(?:[^\w\s]|_){{{WORD}}}|\s{{{WORD}}}")  # part of one word of GPT-2
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     """A byte-level BPE tokenizer (Sennrich et al., 2016; on bytes as in GPT-2, Radford et al., 2019), of tokenizers.
 
     Args:
-        texts: taken one after the other; longer words than `WORD` are cut, as training takes the square of that.
-        vocab_size: tokens: the end of a document, all bytes, and pairs of tokens, the frequent ones first.
+        texts: the training texts; words longer than `WORD` are cut, as time grows with the square of a word's length.
+        vocab_size: number of tokens: the end of a document, all bytes, and merged pairs, the frequent ones first.
 
     Raises:
         ValueError: a vocabulary without room for all bytes.
@@ -45,7 +45,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def _with_bounded_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut within words that are too long; a line of the log says so before the training begins."""
+    """The texts with words that are too long cut in pieces, which is logged before training."""
     cuts, first = 0, ""
     for text in texts:
         start = 0

@@ -1,4 +1,4 @@
-"""``attnzoo tokenize``, ``corpus`` and ``data``: what a model can be trained on."""
+"""The commands ``attnzoo tokenize``, ``corpus`` and ``data``, which make and show training data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PathType(click.Path):
-    """A path; an empty text, as of a variable that is not set, is none, though it would stand for this folder."""
+    """The type of a path option, which refuses an empty text (an unset variable) instead of reading this folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -50,7 +50,7 @@ paths_argument = click.argument("paths", nargs=-1, required=True, metavar="PATH.
 
 
 def tokenizer_options(command: F) -> F:
-    """The options that say what a token is, and which texts are held out."""
+    """The command with the options of tokenizers and of the held-out split."""
     for option in (
         click.option(
             "--heldout-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05,
@@ -192,7 +192,7 @@ def show(task: str, options: tuple[str, ...], length: int | None, seed: int, ind
 
 
 def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
-    """KEY=VALUE as options of a task.
+    """The options of a task from KEY=VALUE texts.
 
     Raises:
         ValueError: a text of another form, a value that is no YAML or a number that YAML reads otherwise than it

@@ -1,4 +1,4 @@
-"""Which tokens a run sees."""
+"""The configuration of a run's data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from attnzoo.errors import above, at_least, finite, one_of
 
-TASK = "task:"  # how the name of a synthetic task begins
+TASK = "task:"  # prefix of a synthetic task's name
 
 
 def check_pattern(pattern: str) -> None:
-    """Whether it can say which files of a folder are read.
+    """Raise where a pattern cannot select files of a folder.
 
     Raises:
-        ValueError: it is empty, absolute or leads out of the folder.
+        ValueError: the pattern is empty, absolute or leads out of the folder.
     """
     parts = PurePath(pattern).parts
     if not parts or PurePath(pattern).is_absolute() or ".." in parts:
@@ -46,28 +46,28 @@ class WeightedSource:
 
 @dataclass
 class DataConfig:
-    """Where the tokens come from, and how they are cut.
+    """The configuration of a run's data: the sources of tokens, and how they are cut into sequences.
 
     Args:
         source: `stdlib` (the Python standard library's own source), a text file, a folder of text files, a folder that
             `attnzoo tokenize` wrote, pre-tokenised `.npy` / `.bin` files (one, or a folder of them), or a synthetic
             task, such as `task:flip_flop`, or `task:FILE.py` for one of your own. Text is read byte by byte: the
-            vocabulary is 256, and a zero byte, which no text may hold, ends each document. What attnzoo has written
-            into a folder of texts, such as runs, is none of them. Files of tokens are memory-mapped; a task is drawn as
-            it is asked for.
-        task_options: of a task, such as `{p_ignore: 0.98}`.
+            vocabulary is 256, and a zero byte, which no text may hold, ends each document. Files that attnzoo has
+            written into a folder of texts, such as runs, are not read. Files of tokens are memory-mapped; rows of a
+            task are drawn on demand.
+        task_options: options of a task, such as `{p_ignore: 0.98}`.
         sources: several sources with their weights, instead of `source`.
-        documents: `joined` (a row goes on from one document into the next) or `packed` (no token of a document sees, or
-            is asked for, one of another; rows are as full). Not for `.npy` and `.bin` files, which hold no borders.
+        documents: `joined` (a row continues from one document into the next) or `packed` (no token sees or predicts a
+            token of another document; rows are as full). Not for `.npy` and `.bin` files, which hold no borders.
         context_length: tokens per training sequence.
         heldout_fraction: share of the text that training never sees, by file; of a single file, its end. A folder of
             `attnzoo tokenize` that has a held-out split keeps its own.
-        heldout_source: held-out tokens from here instead; then all of `source` is trained on.
+        heldout_source: another source of held-out tokens; then all of `source` is trained on.
         pattern: which files of a text folder, at any depth: a relative path that may have `*`. A command line needs
             quotes around it, `'data.pattern="*.md"'`.
         vocab_size: needed for `.npy` and `.bin` files.
-        dtype: of `.bin` files, which are numbers alone or have the header of llm.c's.
-        seed: of the order in which the text is seen.
+        dtype: the dtype of `.bin` files, which are plain numbers or have llm.c's header.
+        seed: seed of the order of the windows.
 
     Raises:
         ValueError: a number out of range, an unknown word, or both `source` and `sources`.
@@ -103,7 +103,7 @@ class DataConfig:
             at_least(self, 1, "vocab_size")
 
     def _check_task(self) -> None:
-        """Refuse what a task does not read, and a task where only texts and tokens go."""
+        """Raise for settings that a task does not read, and for a task among several sources."""
         if self.task is None and self.task_options:
             raise ValueError(f"task_options: expected a source that begins with {TASK!r}, got {self.title!r}")
         others = [entry.source for entry in self.sources] + [self.heldout_source or ""]
@@ -117,12 +117,12 @@ class DataConfig:
 
     @property
     def task(self) -> str | None:
-        """The name of the synthetic task that the source is, if it is one."""
+        """The name of the source's synthetic task, or None."""
         return self.source.removeprefix(TASK) if self.source.startswith(TASK) else None
 
     @property
     def weighted(self) -> list[WeightedSource]:
-        """All sources, be they one or several."""
+        """The sources with weights, also where there is one."""
         return self.sources or [WeightedSource(self.source)]
 
     @property

@@ -1,4 +1,4 @@
-"""Documents out of what packages hold: source trees, archives, compressed files, and descriptions inside JSON."""
+"""A corpus of documents from source trees, archives, compressed files, and texts inside JSON."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.errors import nearest
 from attnzoo.files import check_free, parse_json, part_of, scratch_folder
 
-LINES = (".jsonl", ".ndjson")  # of which each line is JSON
+LINES = (".jsonl", ".ndjson")  # formats with a JSON document per line
 
 
 @dataclass
 class Corpus:
-    """What :func:`collect` wrote.
+    """The result of :func:`collect`.
 
     Args:
-        documents: how many.
-        left_out: names of those that were not taken, by the reason.
+        documents: number of documents written.
+        left_out: names of the documents that were left out, by reason.
     """
 
     documents: int = 0
@@ -59,7 +59,7 @@ def tokenize_corpus(
 ) -> tuple[Corpus, Tokenized]:
     """:func:`collect` documents and write them as a folder of tokens.
 
-    The texts stand on the disk meanwhile, beside `folder`.
+    The texts are on the disk meanwhile, beside `folder`.
 
     Args:
         paths: files, folders and archives.
@@ -73,7 +73,7 @@ def tokenize_corpus(
         heldout_fraction: see there.
 
     Raises:
-        FileExistsError: there is something in `folder`.
+        FileExistsError: `folder` is not empty.
         FileNotFoundError, ValueError: see both.
     """
     check_free(folder)
@@ -109,14 +109,14 @@ def collect(
 
     Args:
         paths: what to read.
-        folder: where the texts go; it exists and is empty.
+        folder: an existing, empty folder for the texts.
         patterns: a file is read if one of them matches the end of its path, such as `*.c`, `drivers/*.c`.
         json_field: of `.json` files, and of each line of `.jsonl` and `.ndjson` files as a document of its own, only
             the texts under this name, at any depth, in order and without HTML's tags.
-        min_bytes: a document has at least that many, in UTF-8.
+        min_bytes: least size of a document, in UTF-8.
 
     Raises:
-        FileNotFoundError: a path is not there.
+        FileNotFoundError: a path does not exist.
         ValueError: two paths of one name, no text under `json_field`, or no document at all.
     """
     for pattern in patterns:
@@ -149,13 +149,13 @@ def collect(
 
 
 def _shown(name: str) -> str:
-    """A name that does no harm to a terminal, and is not too long for it."""
+    """A name made safe for a terminal and shortened."""
     name = name if len(name) <= 200 else f"{name[:100]}...{name[-60:]}"
     return name if name.isprintable() else repr(name)
 
 
 def _check_names(paths: Sequence[Path]) -> None:
-    """Refuse paths whose documents would be called alike."""
+    """Raise where documents of two paths would have the same name."""
     named: dict[str, Path] = {}
     for path in paths if len(paths) > 1 else []:
         if named.setdefault(path.resolve().name, path) is not path:
@@ -177,16 +177,16 @@ def _write(folder: Path, name: str, text: bytes) -> None:
 
 
 def _checked(text: str, min_bytes: int) -> bytes:
-    """The document in UTF-8.
+    """The text as a document in UTF-8.
 
     Raises:
-        LeftOutError: it is none.
+        LeftOutError: it is too short or long, has a zero byte, or cannot be encoded.
     """
     if not text:
         raise LeftOutError("empty")
     try:
         encoded = text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may escape, like a zero byte
+    except UnicodeEncodeError:  # JSON may escape half of a surrogate pair
         raise LeftOutError("not UTF-8") from None
     check(encoded)
     if len(encoded) < min_bytes:
@@ -195,20 +195,20 @@ def _checked(text: str, min_bytes: int) -> bytes:
 
 
 class _Field:
-    """What reads the texts under a name of JSON, and remembers which names there were.
+    """A reader of the texts under a name in JSON, which also collects the names that occur.
 
     Args:
-        name: of the texts.
+        name: the name of the texts.
     """
 
     def __init__(self, name: str):
         self.name, self.documents, self.damaged, self.found, self.others = name, 0, 0, 0, dict[str, None]()
 
     def texts(self, content: bytes | bytearray) -> str:
-        """The texts of one document of JSON, without the tags of HTML.
+        """The texts of one JSON document, joined, without HTML tags.
 
         Raises:
-            LeftOutError: it is no JSON.
+            LeftOutError: the content is no JSON.
         """
         try:
             found = [plain(text) for text in self._under(parse_json(text_of(content)))]
@@ -222,7 +222,7 @@ class _Field:
         return "\n".join(found)
 
     def _under(self, value: Any) -> Iterator[str]:
-        """The texts under the name, at any depth, in order: one, or a list of them."""
+        """Yield the texts under the name, at any depth and in order, each a text or a list of texts."""
         if isinstance(value, dict):
             if len(self.others) < 1000:
                 self.others |= dict.fromkeys(value)
@@ -237,7 +237,7 @@ class _Field:
                 yield from self._under(inner)
 
     def check(self) -> None:
-        """Refuse a name that read nothing.
+        """Raise where the name has read nothing.
 
         Raises:
             ValueError: no file was JSON, or none had a text of that name.
@@ -253,7 +253,7 @@ class _Field:
 def _documents(
     paths: Sequence[Path], patterns: Sequence[str], under: _Field | None
 ) -> Iterator[tuple[str, str | LeftOutError]]:
-    """Every document by its name, archives by what they hold, or why it is left out."""
+    """Yield every document's name with its text or the error for which it is left out; archives by their members."""
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
@@ -282,7 +282,7 @@ def _unpacked(opened: Opened, packed: str, budget: Budget) -> Any:
 
 
 def _read(name: str, opened: Opened, under: _Field | None) -> Iterator[tuple[str, str | LeftOutError]]:
-    """The documents of a stream: one, or, of lines of JSON, one of each line."""
+    """Yield the documents of a stream: one, or one per line of JSON."""
     kind = PurePosixPath(name).suffix.lower()
     if under is None or kind not in LINES:
         text = under.texts if under and kind == ".json" else text_of
@@ -298,10 +298,10 @@ def _read(name: str, opened: Opened, under: _Field | None) -> Iterator[tuple[str
 
 
 def _told(read: Callable[[], str]) -> str | LeftOutError:
-    """A text, or why there is none."""
+    """The text that ``read`` returns, or the error for which it is left out."""
     try:
         return read()
     except UnicodeDecodeError:
         return LeftOutError("not UTF-8")
-    except Exception as error:  # of many kinds, as what is damaged brings them out of what unpacks it
+    except Exception as error:  # damaged files raise many kinds of errors
         return left_out(error)

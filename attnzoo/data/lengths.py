@@ -1,4 +1,4 @@
-"""How long the documents of a folder of tokens are."""
+"""The lengths of the documents in a folder of tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class Lengths:
     """The lengths of some documents, in tokens.
 
     Args:
-        documents: how many.
-        tokens: of all documents.
-        median: half of the documents are no longer.
-        upper: nine of ten are no longer.
-        longest: of them all.
-        in_longer: for each of `MARKS`, the share of the tokens that stand in documents of at least that length, which
-            fill a context of it.
+        documents: number of documents.
+        tokens: tokens of all documents.
+        median: the median length.
+        upper: the 90th percentile of the lengths.
+        longest: the largest length.
+        in_longer: for each length in `MARKS`, the share of tokens in documents of at least that length.
     """
 
     documents: int

@@ -1,4 +1,4 @@
-"""The text of HTML, in time proportional to its length, whatever it is."""
+"""The text of HTML, extracted in time proportional to its length for any input."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import re
 from collections.abc import Iterator
 
 BLOCKS = frozenset(["br", "dd", "div", "dl", "dt", "h1", "h2", "h3", "h4", "li", "ol", "p", "pre", "tr", "ul"])
-RAW = {name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE) for name in ("script", "style")}  # no tags within
+# elements without tags inside
+RAW = {name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE) for name in ("script", "style")}
 TAG = re.compile(r"""</?([a-zA-Z][^\s/>]*)(?:=\s*"[^"]*"|=\s*'[^']*'|[^>])*+>""")
-OTHERS = (("<!--", "-->"), ("<!", ">"), ("<?", ">"), ("</", ">"))  # comments, and what is as good as one
+# comments, declarations and end tags, which are dropped
+OTHERS = (("<!--", "-->"), ("<!", ">"), ("<?", ">"), ("</", ">"))
 
 
 def plain(text: str) -> str:
     """The text of HTML without its tags, a new line where a block begins or ends.
 
-    A tag that never ends, and all behind it, is text.
+    An unclosed tag and all after it is text.
     """
     lines = (" ".join(line.split()) for line in "".join(_pieces(text)).split("\n"))
     return "\n".join(line for line in lines if line)
@@ -50,5 +52,5 @@ def _pieces(text: str) -> Iterator[str]:
 def _unescaped(text: str) -> str:
     try:
         return html.unescape(text)
-    except ValueError:  # the number of a character with thousands of digits
+    except ValueError:  # a character reference with thousands of digits
         return text

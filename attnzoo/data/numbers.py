@@ -1,4 +1,4 @@
-"""Files of tokens that others write: `.npy`, and `.bin`, with and without a header."""
+"""Files of tokens written by other programs: `.npy`, and `.bin` with or without a header."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from attnzoo.data.windows import Tokens
 
-# github.com/karpathy/llm.c, dev/data/data_common.py, which modded-nanogpt follows: magic number and version, and what a
-# token is; behind them the number of tokens, in a header of 256 int32.
+# github.com/karpathy/llm.c, dev/data/data_common.py, which modded-nanogpt follows: magic number and version ->
+# dtype; the third of the header's 256 int32 is the number of tokens.
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 HEADER = 256 * 4  # bytes
 WIDER = {"uint8": ("uint32", "uint16"), "uint16": ("int64", "uint32"), "uint32": ("int64",), "int32": ("int64",)}
@@ -17,12 +17,12 @@ SAMPLE = 2**16  # tokens
 
 
 def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
-    """A file's tokens, a memory map.
+    """The tokens of a file, as a memory map.
 
     Args:
         path: a `.npy` or a `.bin` file.
-        dtype: of a `.bin` file.
-        vocab_size: tokens are below it; None: nobody has said.
+        dtype: the dtype of a `.bin` file.
+        vocab_size: tokens are below it; None where it is unknown.
 
     Raises:
         ValueError: the file is empty, holds no such numbers, or numbers of another dtype.
@@ -43,7 +43,7 @@ def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
 
 
 def _header(path: Path, dtype: str) -> int:
-    """Bytes of a header that says what the file says of itself, 0 where there is none."""
+    """The bytes of a file's header, which is checked against the file; 0 without a header."""
     with open(path, "rb") as file:
         start = file.read(HEADER)
     if len(start) < HEADER:
@@ -64,7 +64,7 @@ def _header(path: Path, dtype: str) -> int:
 
 
 def _is_of(tokens: Tokens, wider: str, vocab_size: int) -> bool:
-    """Whether a file looks like one of tokens that are several of these each: the higher ones hardly used."""
+    """Whether the numbers look like the parts of tokens of a ``wider`` dtype: every upper part fits the vocabulary."""
     narrow, times = tokens.dtype.itemsize, np.dtype(wider).itemsize // tokens.dtype.itemsize
     sample = tokens[: min(SAMPLE, len(tokens)) // times * times].reshape(-1, times)
     limits = np.array([(vocab_size - 1) >> 8 * narrow * place for place in range(1, times)])
@@ -78,7 +78,7 @@ def _read_npy(path: Path) -> Tokens:
         shard = np.lib.format.open_memmap(path, mode="r")  # np.load would also open archives
     except OSError:
         raise
-    except Exception as error:  # of many kinds, since the header is read as Python
+    except Exception as error:  # many kinds, since the header is parsed as Python
         raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
     if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
         raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")

@@ -1,4 +1,4 @@
-"""Orders that need no table: what comes at an index is computed from the index alone."""
+"""Orders without a table: permutations and turns computed from the index alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ ROUNDS = 6
 
 
 def drawn(key: str) -> int:
-    """64 random bits that depend on a text alone, the same on every machine."""
+    """64 random bits as a function of a text, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
 def permuted(index: int, size: int, key: str) -> int:
-    """Where a permutation of `0 ... size - 1`, another one for every key, takes an index.
+    """The image of an index under a permutation of `0 ... size - 1` that depends on the key.
 
-    A Feistel network on a grid a x b that is hardly larger than `size`, walked along until it meets a number below
-    `size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, sections 4 and 5).
+    It is a Feistel network on a grid a x b slightly larger than `size`, applied until the result is below `size` (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, sections 4 and 5).
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)
@@ -33,16 +33,16 @@ def permuted(index: int, size: int, key: str) -> int:
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
-    """For :func:`turn`: each weight's share of itself and those behind it."""
+    """Each weight divided by the sum of itself and all later weights, for :func:`turn`."""
     exact = [Fraction(weight) for weight in weights]
     return [weight / sum(exact[number:]) for number, weight in enumerate(exact)]
 
 
 def turn(index: int, shares: Sequence[Fraction]) -> tuple[int, int]:
-    """Whose turn it is at an index, and how many turns it has had before.
+    """The number of the source whose turn it is at an index, and the number of its earlier turns.
 
-    The turns are spread evenly: of those that the sources before it leave, a source with the share p has had
-    `floor(n p + 1/2)` of the first n.
+    The turns are spread evenly: among the first n turns that earlier sources leave, a source with the share p has
+    `floor(n p + 1/2)`.
 
     Args:
         index: at least 0.

@@ -33,8 +33,8 @@ SPLITS = ("train", "held_out")
 SUFFIXES = (".bin", ".idx")
 DTYPES = ("uint16", "uint32")
 VERSION = 1
-PIECE = 2**20  # borders looked at at a time
-SHARD_TOKENS = 2**28  # a file is closed when it has that many
+PIECE = 2**20  # borders read at a time
+SHARD_TOKENS = 2**28  # tokens from which on a file is full
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Shard:
         path: of the `.bin` file.
         dtype: of its tokens, `uint16` or `uint32`.
         count: tokens.
-        documents: how many.
-        digests: SHA-256 of the `.bin` and the `.idx` file as they were written; none by versions that wrote none.
+        documents: number of documents.
+        digests: SHA-256 of the `.bin` and the `.idx` file; empty in folders of earlier versions.
     """
 
     path: Path
@@ -57,25 +57,25 @@ class Shard:
 
     @property
     def tokens(self) -> Tokens:
-        """All of them `[count]`, a memory map that is read where it is looked at."""
+        """The tokens `[count]`, as a memory map."""
         return np.memmap(self.path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r", shape=(self.count,))
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each document starts, and at last where the last one ends: `[documents + 1]`, a memory map."""
+        """The borders of the documents, `[documents + 1]`, as a memory map: each start, and the end of the last."""
         return np.memmap(self.path.with_suffix(".idx"), dtype="<i8", mode="r", shape=(self.documents + 1,))
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """A folder of tokens, of which nothing has been read yet.
+    """A folder of tokens; making it reads no tokens.
 
     Args:
-        folder: where it is.
+        folder: the folder's path.
         vocab_size: tokens are below it.
-        fingerprint: of all tokens and borders, and of their split, made when they were written.
+        fingerprint: digest of all tokens, borders and the split, made when they were written.
         train: files of the training split.
-        held_out: those that training never sees; none, perhaps.
+        held_out: files of the held-out split, perhaps none.
     """
 
     folder: Path
@@ -86,12 +86,12 @@ class TokenShards:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The file of the tokenizer, where there is one."""
+        """The file of the tokenizer, or None."""
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 
     def check(self) -> None:
-        """Read everything, each file once while it stays as it is, and compare it with the fingerprint.
+        """Compare all files with the fingerprint; an unchanged file is read once per process.
 
         Raises:
             ValueError: the tokens have changed since they were written.
@@ -102,7 +102,7 @@ class TokenShards:
             raise ValueError(f"{str(self.folder)!r}: the tokens are not those of which {INDEX} holds the fingerprint")
 
     def check_newer(self) -> None:
-        """:meth:`check`, where a file has been written since `shards.json` was; else nothing is read.
+        """Call :meth:`check` where a file is newer than `shards.json`; else nothing is read.
 
         Raises:
             ValueError: the tokens have changed since they were written.
@@ -116,16 +116,16 @@ class TokenShards:
 
 
 def is_shards(folder: str | Path) -> bool:
-    """Whether it is a folder of tokens as :func:`write_shards` writes it."""
+    """Whether ``folder`` is a folder of tokens as :func:`write_shards` writes it."""
     return (Path(folder) / INDEX).is_file()
 
 
 def read_shards(folder: str | Path) -> TokenShards:
-    """The files of a folder of tokens, checked by their sizes; tokens are read when they are looked at.
+    """A folder of tokens, whose files are checked by their sizes; no tokens are read.
 
     Raises:
-        FileNotFoundError: no `shards.json`, or a file that it names is not there.
-        ValueError: `shards.json` does not say what it should, or a file has another size than it says.
+        FileNotFoundError: no `shards.json`, or a file that it names is missing.
+        ValueError: `shards.json` is malformed, or a file's size differs from it.
     """
     folder = Path(folder)
     if not is_shards(folder):
@@ -196,13 +196,13 @@ def write_shards(
     Args:
         folder: what to write; it must not exist, or be empty.
         vocab_size: tokens are below it; they take 2 bytes up to 65536 of them, else 4.
-        train: the documents, each `[tokens]`; taken one at a time, and never split over two files.
-        held_out: those that training is not to see.
+        train: the documents, each `[tokens]`; read one at a time, and never split over two files.
+        held_out: the documents of the held-out split.
         tokenizer: files to write beside them, by name; `tokenizer.json` should be one.
-        shard_tokens: no document is added to a file that has that many.
+        shard_tokens: the number of tokens from which on a file is full.
 
     Raises:
-        FileExistsError: there is something in `folder`.
+        FileExistsError: `folder` is not empty.
         ValueError: an empty document, tokens outside the vocabulary, or no documents to train on.
     """
     if not 1 <= vocab_size <= 2**32:

@@ -1,4 +1,4 @@
-"""Reading tokens and splitting off what is held out."""
+"""The data of a run: reading of sources, and their training and held-out splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnzoo.files import digest, remembered_digest
 
 logger = logging.getLogger(__name__)
 
-DOCUMENT_END = 0  # a byte that text does not contain
+DOCUMENT_END = 0  # a byte that no text contains
 BYTES = 256
 LONG = 2**20  # tokens of a piece
 SHARDS = (".npy", ".bin")
@@ -37,9 +37,9 @@ class Data:
         vocab_size: tokens are below it.
         train: windows by index, or rows of a task.
         heldout: 1-D tokens that training never sees, an array or :class:`Joined` memory maps; or rows of a task.
-        fingerprint: changes when the tokens or their split do.
-        earlier_fingerprint: the one that versions before gave, which read only the ends of long pieces.
-        heldout_documents: where the documents of `heldout` start, rising; None where documents are joined.
+        fingerprint: a digest of the tokens and their split.
+        earlier_fingerprint: the fingerprint of earlier versions, which read only the ends of long pieces.
+        heldout_documents: starts of the documents of `heldout`, rising; None where documents are joined.
     """
 
     vocab_size: int
@@ -55,9 +55,9 @@ class _Piece:
     name: str  # the path relative to the source, by which the split is decided
     tokens: Tokens
     file: Path
-    starts: Starts | None = None  # of its documents, and its length; None: it is one
-    digest: str = ""  # of all tokens where it is known without reading them; they are then of the vocabulary, too
-    first: int = 0  # token of the file
+    starts: Starts | None = None  # starts of its documents, then its length; None: one document
+    digest: str = ""  # digest of tokens that are already checked, so that they need not be read
+    first: int = 0  # index of the first token in its file
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def build_data(config: DataConfig) -> Data:
     Raises:
         FileNotFoundError: a source does not exist.
         PermissionError: a folder in it cannot be read.
-        ValueError: it holds no data, too little for one context, a text with a zero byte, tokens that are no valid
-            shard, or held-out tokens outside the vocabulary, or that another source trains on; or several sources are
-            not of one kind; or there is no such task.
+        ValueError: no data, too little for one context, a text with a zero byte, tokens that are no valid shard, or
+            held-out tokens outside the vocabulary, or that another source trains on; or several sources are not of one
+            kind; or there is no such task.
     """
     if config.task is not None:
         return _task_data(config, config.task)
@@ -133,7 +133,7 @@ def build_data(config: DataConfig) -> Data:
 
 
 def _task_data(config: DataConfig, name: str) -> Data:
-    """Both sides of a task; their first rows stand for its definition in the fingerprint."""
+    """The training and held-out rows of a task; the fingerprint is of the first rows."""
     task = build_task(name, config.task_options)
     vocab_size = config.vocab_size or len(task.words)
     if vocab_size < len(task.words):
@@ -166,7 +166,7 @@ def _windows(
 
 
 def _say_short(name: str, lengths: Sequence[int], context_length: int) -> None:
-    """A line of the log where files of tokens are left out, since a row does not go on from one into the next."""
+    """Log files of tokens that are left out as shorter than a row, since rows do not cross files."""
     short = [length for length in lengths if length <= context_length]
     if short:
         text = "%s: %d of %d files, %d of %d tokens, are left out: a row of data.context_length=%d needs one more each"
@@ -174,7 +174,7 @@ def _say_short(name: str, lengths: Sequence[int], context_length: int) -> None:
 
 
 def _check_read(sources: Sequence[_Source], config: DataConfig) -> None:
-    """Refuse settings that none of these sources reads."""
+    """Raise for settings that none of the sources reads."""
     if config.heldout_source is not None and config.heldout_fraction != DataConfig.heldout_fraction:
         raise ValueError(
             f"data.heldout_fraction={config.heldout_fraction}: all of data.heldout_source={config.heldout_source!r} is "
@@ -198,7 +198,7 @@ def _vocabulary(sources: Sequence[_Source], config: DataConfig) -> int:
 
 
 def _check_alike(sources: Sequence[_Source]) -> None:
-    """All text or all tokens, by one tokenizer."""
+    """Raise where the sources are not all bytes, or all tokens of one tokenizer."""
     first = sources[0]
     for source in sources[1:]:
         if source.text != first.text:
@@ -211,13 +211,13 @@ def _check_alike(sources: Sequence[_Source]) -> None:
 
 
 def encode(text: str) -> list[int]:
-    """Text as the byte tokens that text sources give."""
+    """The byte tokens of a text, as text sources yield them."""
     return list(text.encode("utf-8"))
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Byte tokens as text; what is not valid UTF-8 shows as replacement characters, and so does a token above 255."""
-    no_letter = 255  # which UTF-8 never has
+    """The text of byte tokens; invalid UTF-8 and tokens above 255 become replacement characters."""
+    no_letter = 255  # a byte that UTF-8 never has
     return bytes(min(int(token), no_letter) for token in tokens).decode("utf-8", errors="replace")
 
 
@@ -253,9 +253,9 @@ def is_text(source: str, pattern: str = "*", numbers: bool = False) -> bool:
 
     Args:
         source: as `DataConfig` takes it, but no task.
-        pattern: of `DataConfig`.
-        numbers: whether one that is there no more may have been `.npy` or `.bin` files, as where `data.vocab_size`
-            is given, which these need.
+        pattern: `DataConfig.pattern`.
+        numbers: whether a source that no longer exists may have been `.npy` or `.bin` files: where `data.vocab_size` is
+            given, which these need.
     """
     path = Path(source)
     if source == "stdlib":
@@ -264,7 +264,7 @@ def is_text(source: str, pattern: str = "*", numbers: bool = False) -> bool:
 
 
 def _read_folder(source: str) -> _Source:
-    """A folder of `attnzoo tokenize`."""
+    """The source of a folder of `attnzoo tokenize`."""
     found = read_shards(source)
     found.check_newer()
     train, heldout = (
@@ -313,7 +313,7 @@ def _document(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def _split(source: _Source, config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:
-    """By a hash of the file's name, so that a file keeps its side when others come; a single file gives its end."""
+    """The training and held-out pieces, by a hash of each file's name; of a single file the end is held out."""
     pieces = source.pieces
     if source.heldout is not None:
         return pieces, source.heldout
@@ -326,7 +326,7 @@ def _split(source: _Source, config: DataConfig) -> tuple[list[_Piece], list[_Pie
 
 
 def _part(piece: _Piece, first: int, last: int) -> _Piece:
-    """Its tokens from `first` to before `last`; documents that are cut start or end there."""
+    """The piece's tokens from `first` to before `last`; documents are cut there."""
     if piece.starts is not None:
         inside = piece.starts[(piece.starts > first) & (piece.starts < last)]
         piece = replace(piece, starts=np.array([first, *inside, last], dtype=np.int64) - first)
@@ -334,7 +334,7 @@ def _part(piece: _Piece, first: int, last: int) -> _Piece:
 
 
 def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
-    """Whether nothing of a file is held out under one name and trained on under another, or in another source."""
+    """Raise where tokens of one file are both held out and trained on, under two names or in two sources."""
     by_file: dict[Path, list[_Piece]] = {}
     for piece in trained:
         by_file.setdefault(piece.file.resolve(), []).append(piece)
@@ -348,7 +348,7 @@ def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
 
 
 def _join(pieces: Sequence[_Piece]) -> Tokens | Joined:
-    """All of it; memory maps are not read."""
+    """The tokens of all pieces; memory maps are not read."""
     if len(pieces) == 1:
         return pieces[0].tokens
     parts = [piece.tokens for piece in pieces]
@@ -356,7 +356,7 @@ def _join(pieces: Sequence[_Piece]) -> Tokens | Joined:
 
 
 def _join_starts(pieces: Sequence[_Piece]) -> Starts:
-    """Where the documents of joined pieces start, and the length of all."""
+    """The starts of the documents in joined pieces, then the length of all."""
     starts = [np.array([0, len(piece.tokens)]) if piece.starts is None else piece.starts for piece in pieces]
     if len(pieces) == 1:
         return starts[0]
@@ -385,7 +385,7 @@ def _fingerprint(sides: Sequence[Sequence[_Piece]], text: bool, whole: bool = Tr
 
 
 def _digest_of_long(tokens: Tokens) -> bytes:
-    """Of every token; of a memory map its file's, which is read once and remembered while the file stays as it is."""
+    """The digest of all tokens; that of a memory map is of its file, and cached while the file does not change."""
     file = getattr(tokens, "filename", None)
     if isinstance(tokens, np.memmap) and file is not None:
         return bytes.fromhex(remembered_digest(Path(file)))

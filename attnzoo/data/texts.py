@@ -1,4 +1,4 @@
-"""Which files a folder of texts has, and which of them are held out."""
+"""The files of a folder of texts, and the choice of held-out files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnzoo.files import MARK
 
 logger = logging.getLogger(__name__)
 
-# Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
+# Tests and their data, generated tables, installed packages, and files that differ between builds of Python.
 STDLIB_EXCLUDED = frozenset(
     [
         "__pycache__",
@@ -33,10 +33,10 @@ STDLIB_EXCLUDED = frozenset(
 
 
 def stdlib_files() -> dict[str, Path]:
-    """The source of Python's standard library, by name, in order.
+    """The source files of Python's standard library by name, in order.
 
     Raises:
-        ValueError: this Python keeps none.
+        ValueError: this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
@@ -51,13 +51,13 @@ def _excluded_from_stdlib(name: str) -> bool:
 
 
 def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
-    """Files that are not empty at any depth, by their names relative to `folder`, in order.
+    """The files in a folder at any depth that are not empty, by their names relative to `folder`, in order.
 
-    Hidden ones are left out, and what attnzoo has written, which a line of the log names.
+    Hidden files are left out, and those that attnzoo has written, which are logged.
 
     Raises:
         PermissionError: a folder in it cannot be read.
-        ValueError: there is none.
+        ValueError: no such file.
     """
     files = [file for file in files_in(folder, pattern) if file.stat().st_size]
     names = {whole_name(file.relative_to(folder).as_posix()): file for file in files}
@@ -70,7 +70,7 @@ def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
 
 
 def text_of(content: bytes | bytearray) -> str:
-    """A text in UTF-8 without the mark of the order of its bytes, with which some programs begin it.
+    """The text of UTF-8 content, without a byte order mark.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.
@@ -79,7 +79,7 @@ def text_of(content: bytes | bytearray) -> str:
 
 
 def whole_name(name: str) -> str:
-    """A file's name in characters alone: bytes in it that are not UTF-8 become escapes."""
+    """A file's name with bytes that are not UTF-8 escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -89,16 +89,16 @@ def is_hidden(name: str) -> bool:
 
 
 def held_out_names(names: Collection[str], fraction: float) -> set[str]:
-    """Which of several files are held out: by a hash of the name, so that a file keeps its side when others come."""
+    """The held-out files, by a hash of the name, so that adding files does not change the split of others."""
     ranked = sorted(names, key=_hash)
     count = sum(_hash(name) < fraction for name in ranked)
     return set(ranked[: min(max(count, 1), len(ranked) - 1)])
 
 
 def files_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """Files at any depth but those that attnzoo has written: runs, tokens, models and pages in a folder of texts.
+    """The files in a folder at any depth without those that attnzoo has written: runs, tokens, models and pages.
 
-    A line of the log names these: a run may lie in the folder of its own data.
+    The latter are logged: a run may lie in the folder of its own data.
 
     Raises:
         PermissionError: a folder in it cannot be read.
@@ -114,10 +114,10 @@ def files_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def _own_folders(folder: Path) -> dict[Path, str]:
-    """Folders in it that attnzoo has written, and what they hold.
+    """The folders inside ``folder`` that attnzoo has written, each with its kind.
 
     Raises:
-        OSError: a folder cannot be read, which a search for files passes over without a word; with its name.
+        OSError: a folder cannot be read, which Path.rglob would silently skip; the error has its name.
     """
 
     def refuse(error: OSError) -> None:
@@ -133,7 +133,7 @@ def _own_folders(folder: Path) -> dict[Path, str]:
 
 
 def _kind(folder: Path, names: set[str]) -> str:
-    """What attnzoo has written a folder as; "" where it has not."""
+    """The kind of folder (run, tokens, model, page) that attnzoo has written; "" for others."""
     if "config.yaml" in names and not names.isdisjoint({".lock", "checkpoints"}):
         return "a run"
     if {INDEX, "train-00000.bin"} <= names:
@@ -149,5 +149,5 @@ def _is_own_page(file: Path) -> bool:
 
 
 def _hash(name: str) -> float:
-    """Of [0, 1), the same on every machine."""
+    """A hash of a name in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big") / 2**48

@@ -1,6 +1,6 @@
-"""Tokenizers: byte by byte, byte-level BPE trained on local text, or given; and texts as folders of tokens.
+"""Tokenizers (bytes, byte-level BPE trained on local text, or existing ones), and texts as folders of tokens.
 
-Needs tokenizers (`pip install 'attnzoo[hf]'`), but for bytes.
+All but bytes need the package tokenizers (`pip install 'attnzoo[hf]'`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from attnzoo.files import json_object
 logger = logging.getLogger(__name__)
 
 SETTINGS = "tokenizer_config.json"
-NAMING = (SETTINGS, "special_tokens_map.json")  # of special tokens
+NAMING = (SETTINGS, "special_tokens_map.json")  # files that name special tokens
 FILES = (TOKENIZER, *NAMING, "added_tokens.json", "chat_template.jinja")
-LONG = 2**20  # characters that are encoded at once, for a bounded memory
+LONG = 2**20  # characters to encode at once, which bounds the memory
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What :func:`tokenize` wrote.
+    """The result of :func:`tokenize`.
 
     Args:
         shards: the folder of tokens.
-        files: texts read.
-        bytes: of all texts, in UTF-8.
+        files: number of texts read.
+        bytes: bytes of all texts, in UTF-8.
     """
 
     shards: TokenShards
@@ -64,16 +64,16 @@ def tokenize(
     Args:
         paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source.
         folder: what to write; it must not exist, or be empty.
-        vocab_size: train a byte-level BPE tokenizer of that many tokens; of fewer where the texts give no more. With
-            256 each byte is a token, and the zero byte ends a document.
-        tokenizer: take this one instead: a `tokenizer.json`, or a folder that holds one.
+        vocab_size: number of tokens of a byte-level BPE tokenizer to train; short texts may give fewer. With 256 each
+            byte is a token, and the zero byte ends a document.
+        tokenizer: an existing tokenizer instead: a `tokenizer.json`, or a folder that holds one.
         end: the token that ends a document; None for the end of sequence of the given tokenizer's settings.
         pattern: which files of folders, at any depth.
         heldout_fraction: share of the files that is held out.
 
     Raises:
-        FileNotFoundError: a path or a tokenizer is not there.
-        FileExistsError: there is something in `folder`.
+        FileNotFoundError: a path or a tokenizer does not exist.
+        FileExistsError: `folder` is not empty.
         ValueError: both or none of `vocab_size` and `tokenizer`, a text that is not UTF-8, names that are not
             different, one file under two names, or no token that ends a document.
         ModuleNotFoundError: tokenizers is not installed.
@@ -85,9 +85,9 @@ def tokenize(
     texts = _named(paths, pattern)
     held = held_out_names(texts, heldout_fraction) if len(texts) > 1 else set()
     sides = [[file for name, file in texts.items() if (name in held) == side] for side in (False, True)]
-    cut = None if held else heldout_fraction  # of the only file
+    cut = None if held else heldout_fraction  # share of the only file that is held out
 
-    zero = vocab_size != BYTES  # else the zero byte has a meaning
+    zero = vocab_size != BYTES  # with bytes, the zero byte ends documents
 
     def read(side: int) -> Iterator[str]:
         if cut is None:
@@ -110,7 +110,7 @@ def tokenize(
     token = made.token_to_id(end) if end else None
     if token is None:
         raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
-    if _special(files, "eos_token") != end:  # a model stops at what it has seen documents end in
+    if _special(files, "eos_token") != end:  # generation must stop at the token that ended documents
         named = {name: {**json_object(files[name], name), "eos_token": end} for name in NAMING if name in files}
         files |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
     shards = write_shards(
@@ -125,7 +125,7 @@ def tokenize(
 
 
 def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fraction: float) -> None:
-    """Refuse what :func:`tokenize` would, before any text is read.
+    """Raise for options that :func:`tokenize` refuses, before any text is read.
 
     Raises:
         ValueError: see there.
@@ -140,7 +140,7 @@ def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fracti
 
 
 def byte_tokenizer() -> Any:
-    """The tokenizer, of tokenizers, that gives text as its UTF-8 bytes; byte 0 is the end of a document.
+    """The `tokenizers.Tokenizer` whose tokens are UTF-8 bytes; byte 0 ends a document.
 
     Raises:
         ModuleNotFoundError: tokenizers is not installed.
@@ -156,7 +156,7 @@ def byte_tokenizer() -> Any:
 
 
 def byte_tokens(text: str) -> list[int]:
-    """What :func:`byte_tokenizer` makes of a text; tokenizers need not be installed."""
+    """The tokens that :func:`byte_tokenizer` makes of a text, without the package tokenizers."""
     tokens: list[int] = []
     for number, piece in enumerate(text.split(END)):
         tokens += [DOCUMENT_END] * (number > 0) + encode(piece)
@@ -164,18 +164,18 @@ def byte_tokens(text: str) -> list[int]:
 
 
 def text_of_bytes(tokens: Iterable[int]) -> str:
-    """What it makes of tokens: text without the ends of documents, and without tokens that are no bytes."""
+    """The text of byte tokens, without ends of documents and tokens that are no bytes."""
     return decode(token for token in tokens if token != DOCUMENT_END and token < BYTES)
 
 
 def _shown(byte: int) -> str:
-    """The character that the byte-level pre-tokenizer of GPT-2 writes for a byte."""
+    """The character for a byte in GPT-2's byte-level pre-tokenizer."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte if byte in printed else 256 + [b for b in range(BYTES) if b not in printed].index(byte))
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files from which `AutoTokenizer` makes one of ours, whose documents end in `END`."""
+    """The files from which `AutoTokenizer` loads a trained tokenizer, whose documents end in `END`."""
     return {TOKENIZER: tokenizer.to_str(pretty=True).encode(), SETTINGS: _settings(END)}
 
 
@@ -198,7 +198,7 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
         path: a `tokenizer.json`, or a folder that holds one and perhaps its settings.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no tokenizer.
     """
     if path.is_file():
         return {TOKENIZER: path.read_bytes()}
@@ -208,18 +208,18 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def parse_tokenizer(content: bytes) -> Any:
-    """The tokenizer, of tokenizers, that a `tokenizer.json` holds, without the truncation and the padding that
-    transformers may have saved in it.
+    """The `tokenizers.Tokenizer` of a `tokenizer.json`, without truncation and padding that transformers may have
+    saved.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the content cannot be read.
         ModuleNotFoundError: tokenizers is not installed.
     """
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises no kind of its own
+    except Exception as error:  # tokenizers has no error class
         raise ValueError(f"tokenizer: {TOKENIZER} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -227,9 +227,9 @@ def parse_tokenizer(content: bytes) -> Any:
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer, of tokenizers, puts before every text: where a prompt begins.
+    """The special tokens that a tokenizer puts before every text, with which a prompt begins.
 
-    What it puts behind ends a text, and does not belong behind a prompt.
+    The special tokens after a text would end a prompt, and are left out.
     """
     if tokenizer.post_processor is None:
         return []
@@ -242,21 +242,21 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def prompt_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """What makes a text the tokens of a prompt: the :func:`opening`, and the text."""
+    """A function from a text to the tokens of a prompt: the :func:`opening` and the text's tokens."""
     before = opening(tokenizer)
     return lambda text: [*before, *tokenizer.encode(text, add_special_tokens=False).ids]
 
 
 def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of the same tokenizer without what it puts before and behind texts, as :func:`tokenize` writes them."""
+    """The tokenizer's files changed so that it adds no special tokens to texts, as :func:`tokenize` writes them."""
     content = json_object(files[TOKENIZER], TOKENIZER)
     after = content.get("post_processor") or {}
     if not isinstance(after, dict):
         raise ValueError(f"{TOKENIZER}: post_processor: expected a mapping, got {after!r}")
-    if after.get("type") in (None, "ByteLevel"):  # this one puts nothing there
+    if after.get("type") in (None, "ByteLevel"):  # adds no special tokens
         return dict(files)
     found = {**files, TOKENIZER: json.dumps({**content, "post_processor": None}, ensure_ascii=False, indent=2).encode()}
-    if SETTINGS in files:  # from which transformers may make it again
+    if SETTINGS in files:  # transformers may rebuild the post-processor from it
         settings = json_object(files[SETTINGS], SETTINGS)
         adds = {name: False for name in ("add_bos_token", "add_eos_token") if settings.get(name)}
         found[SETTINGS] = json.dumps({**settings, **adds}, indent=1).encode() if adds else files[SETTINGS]
@@ -264,11 +264,10 @@ def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
-    """Numbers of the tokens that a tokenizer's settings name, such as `eos_token_id`; a line of the log says which of
-    these it lacks.
+    """The numbers of the special tokens in a tokenizer's settings, such as `eos_token_id`; missing tokens are logged.
 
     Raises:
-        ValueError: settings that cannot be read, or name something else.
+        ValueError: settings that cannot be read or are malformed.
     """
     named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
@@ -296,7 +295,7 @@ def _special(files: Mapping[str, bytes], kind: str) -> str | None:
 
 
 def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
-    """The files by name, each as it would be called were its folder alone; several folders' begin with the folder's."""
+    """The files by name, relative to their folder; with several folders the names begin with the folder's."""
     named: dict[str, Path] = {}
     read: dict[Path, str] = {}
     for path in paths:
@@ -330,7 +329,7 @@ def _read(file: Path, zero: bool) -> str:
 
 
 def _documents(tokenizer: Any, end: int, texts: Iterable[str]) -> Iterator[Tokens]:
-    """The tokens of each text and the one that ends it; a special token's name within a text is text."""
+    """Yield each text's tokens with the ending token; the name of a special token within a text is plain text."""
     tokenizer.encode_special_tokens = True
     cut = _pieces if _cuts_at_lines(tokenizer) else lambda text: [text]
     pieces = ((piece, number) for number, text in enumerate(texts) for piece in cut(text))
@@ -347,7 +346,7 @@ def _documents(tokenizer: Any, end: int, texts: Iterable[str]) -> Iterator[Token
 
 
 def _batches(pieces: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """Some pieces at a time, which tokenizers encodes side by side."""
+    """Yield batches of pieces, which tokenizers encodes in parallel."""
     batch: list[tuple[str, int]] = []
     size = 0
     for piece in pieces:
@@ -369,9 +368,9 @@ def _cuts_at_lines(tokenizer: Any) -> bool:
 
 
 def _pieces(text: str, size: int = LONG // 4) -> Iterator[str]:
-    """The text cut where the pre-tokenizer of GPT-2 always cuts: after the end of a line, between two that have words.
+    """Yield pieces of a text, cut between two lines with words, where GPT-2's pre-tokenizer always cuts.
 
-    Encoded one by one they give the same tokens as the whole.
+    Encoded one by one the pieces have the same tokens as the whole text.
     """
     start = 0
     border = re.compile(r"(?<=\S\n)(?=\S)")

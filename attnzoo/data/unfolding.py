@@ -1,4 +1,4 @@
-"""Text from tokens that become known one after the other, cut where a text to stop at begins."""
+"""Incremental decoding of tokens to text, which ends before a stop text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-UNKNOWN = "\ufffd"  # what stands for bytes that are no character, or none yet
-MARKS = 0xD800  # characters from here on are in no decoded text: each stands for a special token
+UNKNOWN = "\ufffd"  # replaces bytes that are no (or no complete) character
+MARKS = 0xD800  # code points of surrogates, never in decoded text, each of which marks a special token
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The text of tokens, and what must be known of them to cut it.
+    """A function from tokens to text, with the special tokens by name.
 
     Args:
-        text: of tokens; special ones have none there.
+        text: a function from tokens to their text, in which special tokens have none.
         special: special tokens by their names.
-        pieces: tokens that stand for a byte each. A run of them that is no UTF-8 as a whole is one U+FFFD per byte, so
-            that the next of them may change all that the run has been.
+        pieces: tokens for a byte each. A run of them that is not UTF-8 decodes to one U+FFFD per byte, so that a
+            further byte may change the text of the whole run.
     """
 
     text: Callable[[Sequence[int]], str]
@@ -31,9 +31,9 @@ class Decoding:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> Decoding:
-        """What a tokenizer, of tokenizers, makes of tokens."""
+        """The decoding of a `tokenizers.Tokenizer`."""
         added = tokenizer.get_added_tokens_decoder().items()
-        names = [f"<0x{byte:02{case}}>" for byte in range(256) for case in "Xx"]  # as its ByteFallback reads them
+        names = [f"<0x{byte:02{case}}>" for byte in range(256) for case in "Xx"]  # names that ByteFallback decodes
         numbers = {name: tokenizer.token_to_id(name) for name in names}
         return cls(
             lambda tokens: str(tokenizer.decode(list(tokens))),
@@ -43,17 +43,16 @@ class Decoding:
 
 
 class Unfolding:
-    """Text from tokens that become known one after the other; only the last of them are decoded again.
+    """An incremental decoder of tokens, which decodes only the last of them again.
 
     Args:
-        decode: the text of tokens, as a function or a :class:`Decoding`. What it makes of one may depend on the one
-            before: many tokenizers give the first word no space in front.
+        decode: a function from tokens to text, or a :class:`Decoding`. The text of a token may depend on the one
+            before: many tokenizers put no space before the first word.
         prompt: the tokens before, whose text is known.
-        stop: texts before the first of which it ends. A special token in one of them counts as its name; no character
-            lies on both of its sides then.
+        stop: texts before the first of which decoding ends. A special token matches its name as a whole.
 
     Attributes:
-        ended: whether one of these has come up.
+        ended: whether a stop text has occurred.
     """
 
     def __init__(
@@ -66,19 +65,21 @@ class Unfolding:
         marks = {name: chr(MARKS + number) for number, name in enumerate(sorted(named, key=len, reverse=True))}
         self.marks = {self.decode.special[name]: mark for name, mark in marks.items()}
         self.stop = [each for text in stop for each in {text, _replaced(text, marks)}]
-        self.start, self.end = 0, len(self.tokens)  # those decoded last, and up to where all of their text is given
-        self.given = self.decode(self.tokens)  # of the text from `start` on
-        self.waits = ""  # may be the beginning of a text to stop at
+        # tokens that are decoded again, and the end of those whose text is complete
+        self.start, self.end = 0, len(self.tokens)
+        self.given = self.decode(self.tokens)  # text of the tokens from `start` on that was returned
+        self.waits = ""  # held back, as it may begin a stop text
 
     def after(self, tokens: Sequence[int], done: bool) -> str:
-        """What is new by all tokens after the prompt. What later ones may change, or may show to be the beginning of a
-        text to stop at, waits unless done.
+        """The new text for all tokens after the prompt.
+
+        Text that later tokens may change, or that may begin a stop text, is held back unless ``done``.
         """
         text = self.waits
         for token in tokens[len(self.tokens) - self.prompt :]:
             if token in self.marks:
                 text += self._new(done=True) + self.marks[token]
-                if self.given.endswith(UNKNOWN):  # what was broken here stays so
+                if self.given.endswith(UNKNOWN):  # the incomplete character stays incomplete
                     self.start, self.given = self.end, ""
             self.tokens.append(token)
         text += self._new(done)
@@ -99,16 +100,16 @@ class Unfolding:
         if known == self.end and not done:
             return ""
         text = self.decode(self.tokens[self.start : known])
-        if not text.startswith(self.given):  # the prompt ends within a character
+        if not text.startswith(self.given):  # the prompt ended within a character
             self.given = self.given.rstrip(UNKNOWN)
-        if not text.startswith(self.given):  # or in bytes, which those behind them have spoiled
+        if not text.startswith(self.given):  # or in bytes that the new ones made invalid
             self.start, self.given, text = self.end, "", self.decode(self.tokens[self.end : known])
         whole = text if done else text.rstrip(UNKNOWN)
         new = whole[len(self.given) :]
         self.given += new
         if self.given == text:
             rest = self.decode(self.tokens[self.end : known])
-            if rest:  # else the next word would be the first one
+            if rest:  # else the next word would decode as a first word
                 self.start, self.given = self.end, rest
             self.end = known
         return new

@@ -1,4 +1,4 @@
-"""Cutting token streams into training windows, in an order that depends on a seed and an index alone."""
+"""Training windows cut from token streams, in an order that is a function of a seed and an index."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ class TokenWindows(Windows):
         shards: 1-D integer arrays; memory maps are read window by window.
         context_length: tokens that a window predicts.
         vocab_size: tokens at or above it are refused when they are met.
-        seed: of the order.
-        name: of the data, for messages.
-        starts: where the documents of each shard start, rising; None where that is not known.
-        table: shuffle a table of an epoch's windows when the epoch begins; False computes each window's place when it
-            is asked for, which is another order.
+        seed: seed of the order.
+        name: name of the data, for messages.
+        starts: starts of the documents of each shard, rising; None where unknown.
+        table: whether to shuffle a table of an epoch's windows; False computes each window's place, in another order.
 
     Raises:
         ValueError: a shard is not a 1-D integer array, or none is long enough.
@@ -93,7 +92,7 @@ class TokenWindows(Windows):
         self._shifts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Windows in an epoch; indices go on beyond it."""
+        """The number of windows in an epoch; larger indices are of later epochs."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
@@ -111,7 +110,7 @@ class TokenWindows(Windows):
         """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length.
 
         Raises:
-            ValueError: nothing is known of the documents.
+            ValueError: the starts of documents are unknown.
         """
         if self.starts is None:
             raise ValueError(f"{self.name}: expected starts of documents, got none")
@@ -119,7 +118,7 @@ class TokenWindows(Windows):
         return begins_within(self.starts[shard], start, self.context_length)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The shard of a window, and where in it the window starts."""
+        """The shard of a window, and the window's start in it."""
         if index < 0:
             raise IndexError(f"window index must be at least 0, got {index}")
         epoch, position = divmod(index, len(self))
@@ -140,14 +139,14 @@ class TokenWindows(Windows):
 
 
 class Mixture(Windows):
-    """Windows of several sources, taken in turns by their weights.
+    """Windows of several sources, in turns by their weights.
 
     The turns are spread evenly: among any first n windows each source has its share of them to within half a window
     for every source before it and itself. Within a source, windows come as they do without the others.
 
     Args:
-        sources: of one context length.
-        weights: how often each is taken, above 0; only their ratios matter.
+        sources: windows of one context length.
+        weights: the sources' relative frequencies, above 0.
     """
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float]):
@@ -173,10 +172,10 @@ class Mixture(Windows):
 
 
 class Joined:
-    """1-D arrays one behind the other, of which only slices are read.
+    """A concatenation of 1-D arrays, of which only slices are read.
 
     Args:
-        parts: memory maps, for one.
+        parts: the arrays, such as memory maps.
     """
 
     def __init__(self, parts: Sequence[Tokens]):
@@ -187,7 +186,7 @@ class Joined:
         return int(self._ends[-1])
 
     def __getitem__(self, where: slice) -> Tokens:
-        """The tokens of a slice with a step of 1, read now."""
+        """The tokens of a slice with a step of 1, read into memory."""
         start, stop, _ = where.indices(len(self))
         found = []
         for part, end in zip(self.parts, self._ends.tolist(), strict=True):
@@ -198,13 +197,13 @@ class Joined:
 
 
 def begins_within(starts: Starts, first: int, length: int) -> Starts:
-    """Which documents begin behind token `first` and up to `length` tokens after it, counted from it, int64 [n]."""
+    """The starts of documents within the `length` tokens after token `first`, relative to it, int64 [n]."""
     low, high = np.searchsorted(starts, [first + 1, first + length + 1])
     return np.asarray(starts[low:high], dtype=np.int64) - first
 
 
 def heldout_starts(tokens: int, length: int, max_tokens: int) -> Starts:
-    """Where each of :func:`heldout_windows` starts in that many held-out tokens, int64 [n].
+    """The start of each of the :func:`heldout_windows` in ``tokens`` held-out tokens, int64 [n].
 
     Raises:
         ValueError: the held-out tokens are too few for one window.
@@ -224,7 +223,7 @@ def heldout_windows(heldout: Tokens | Joined, length: int, max_tokens: int) -> n
     Args:
         heldout: 1-D tokens.
         length: tokens that each window predicts.
-        max_tokens: in all windows together, at most; one window is always given.
+        max_tokens: the most tokens of all windows; one window is always returned.
 
     Raises:
         ValueError: the held-out tokens are too few for one window.

@@ -1,4 +1,4 @@
-"""What a model is measured by: loss by position, answers by length and depth, forget gates and what they prune."""
+"""Measures of a model: loss by position, answers by length and depth, forget gates and pruning."""
 
 from attnzoo.evaluation.answers import Answers, Guess, measure_answers, measure_guess
 from attnzoo.evaluation.context import EffectiveContext, measure_context

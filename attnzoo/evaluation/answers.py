@@ -1,4 +1,4 @@
-"""How often a model answers the questions of a synthetic task."""
+"""The share of a synthetic task's questions that a model answers correctly."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from attnzoo.data.tasks import UNASKED, Examples
 from attnzoo.evaluation.scores import score_targets
 
 Array = npt.NDArray[np.float64]
-TOKENS = 2**15  # in a forward pass, if a row is not longer
+TOKENS = 2**15  # tokens of a forward pass, if a row is not longer
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered on rows of one length.
+    """The result of a model's answers on rows of one length.
 
     Args:
         length: tokens in a row.
-        rows: how many.
-        asked: answers asked for in all of them.
+        rows: number of rows.
+        asked: number of answers asked for in all rows.
         error: share of the answers that were wrong, in [0, 1].
-        uncertainty: standard error of that over the rows; nan for one row.
+        uncertainty: standard error of `error` over the rows; nan for one row.
         whole: share of the rows in which no answer was wrong.
         loss: mean nats per answer.
     """
@@ -42,12 +42,12 @@ class Answers:
 
 @dataclass(frozen=True)
 class Guess:
-    """How wrong it is to say the same at every question.
+    """The error of giving the same answer to every question.
 
     Args:
-        wrong: share of the answers, in [0, 1].
-        uncertainty: standard error of that over the rows; nan for one row.
-        asked: answers asked for in all rows; 0 where nobody said.
+        wrong: share of wrong answers, in [0, 1].
+        uncertainty: standard error of `wrong` over the rows; nan for one row.
+        asked: number of answers asked for in all rows; 0 where unknown.
     """
 
     wrong: float
@@ -56,11 +56,11 @@ class Guess:
 
 
 def measure_guess(examples: Examples, rows: int) -> Guess:
-    """Say the answer that is the most frequent one on as many rows of training.
+    """The error of always giving the answer that is most frequent in as many training rows.
 
     Args:
-        examples: rows of a task; those from 0 on are asked, and the same ones of the side of training chose.
-        rows: how many, at least 1.
+        examples: rows of a task; rows from 0 on are asked, and rows of the training split from 0 on choose the answer.
+        rows: number of rows, at least 1.
 
     Raises:
         ValueError: no rows.
@@ -78,12 +78,12 @@ def measure_guess(examples: Examples, rows: int) -> Guess:
 
 
 def measure_answers(model: nn.Module, examples: Examples, rows: int) -> Answers:
-    """Take the likeliest token at every place where something is asked.
+    """The result of a model's answers, each the likeliest token where an answer is asked.
 
     Args:
         model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
-        examples: rows of a task; those from 0 on are taken.
-        rows: how many, at least 1.
+        examples: rows of a task; rows from 0 on are asked.
+        rows: number of rows, at least 1.
 
     Raises:
         ValueError: no rows.
@@ -104,8 +104,8 @@ def measure_answers(model: nn.Module, examples: Examples, rows: int) -> Answers:
 
 
 def _ratio(wrong: Array, asked: Array) -> tuple[float, float]:
-    """The share of wrong answers and its standard error over rows, of their numbers in each row, ``[rows]``."""
+    """The share of wrong answers and its standard error over rows, from the numbers of each row, ``[rows]``."""
     rows, error = len(asked), wrong.sum() / asked.sum()
-    # The error is a ratio of two sums over rows, whose deviation is that of their difference.
+    # Standard error of a ratio of two sums over rows (delta method).
     spread = math.sqrt(((wrong - error * asked) ** 2).sum() * rows / (rows - 1)) if rows > 1 else math.nan
     return float(error), spread / float(asked.sum())

@@ -1,4 +1,4 @@
-"""How many of the newest keys a head really reads."""
+"""The effective context: the number of newest keys that hold nearly all of a head's attention."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class EffectiveContext:
     """The effective context of each head on one window: the smallest number of newest keys that hold 1 - eps of a row's
     weight, median over the rows of the window (of an even number, the lower of the middle two).
 
-    Row i has i keys, so a head that spreads its weight evenly has about half of the window. What a forget network would
-    drop counts: the weights are those of the layer that has all its keys.
+    Row i has i keys, so a head that spreads its weight evenly has about half of the window. The weights are those over
+    all keys, without a forget network.
 
     Args:
-        tokens: in the window.
-        eps: share of a row's weight that may lie before these keys. A sink's weight is no key's and does not count.
+        tokens: tokens in the window.
+        eps: share of a row's weight that may lie before these keys. A sink's weight does not count.
         layers: numbers of the softmax layers.
-        heads: tokens, per layer and head.
-        bounds: the number of newest keys for which the gate promises as much whatever the weights are, by the
-            certificate of pruning, median too, at most the layer's window; None for layers that have no scalar decay.
+        heads: the effective context in tokens, per layer and head.
+        bounds: an upper bound of the same by the certificate of pruning, from gates and norms alone (median over rows,
+            at most the layer's window); None for layers without a scalar decay.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ def measure_context(model: nn.Module, tokens: Tensor, eps: float = 0.01) -> Effe
 
 
 def _row_sums(layer: Attention, core: Projected, window: int | None) -> Tensor:
-    """Log of the sum of exponentials over a row's newest keys, ``[T, H]``."""
+    """The log-sum-exp of each row over its newest ``window`` keys, ``[T, H]``."""
     form = layer.variant.forms["parallel"]
     _, lse = form(
         core.q, core.k, core.v[..., :1].double(), core.gate, scale=layer.scale, window=window, return_lse=True
@@ -78,7 +78,8 @@ def _row_sums(layer: Attention, core: Projected, window: int | None) -> Tensor:
 
 
 def _newest_keys(layer: Attention, core: Projected, lse: Tensor, eps: float) -> Tensor:
-    """The median over rows, found by halves: ``[H]`` int64. Heads that look at the same number of keys share a pass."""
+    """The median over rows of the number of newest keys that hold 1 - eps of the weight, by bisection, ``[H]``
+    int64."""
     T, H = lse.shape
     low, high = torch.ones(H, dtype=torch.long), torch.full((H,), min(T, layer.config.window or T))
     while bool((low < high).any()):
@@ -93,7 +94,7 @@ def _newest_keys(layer: Attention, core: Projected, lse: Tensor, eps: float) -> 
 
 
 def _some_heads(core: Projected, heads: Tensor) -> Projected:
-    """What these heads read, each with a key/value head of its own."""
+    """The core's inputs for these heads alone, each with its own key/value head."""
     H, G, heads = core.q.shape[2], core.k.shape[2], heads.to(core.q.device)
 
     def pick(part: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _bound(layer: Attention, core: Projected, lse: Tensor, prune: Prune) -> tupl
     scaled = core.q.transpose(1, 2) * (default_scale(core.q) if layer.scale is None else layer.scale)
     keys = _some_heads(core, torch.arange(core.q.shape[2])).k.transpose(1, 2)
     decay = core.gate.log_decay
-    assert decay is not None  # of a variant that prunes
+    assert decay is not None  # a variant that prunes has a decay
     decay, bound = decay.transpose(1, 2), layer.logit_bound(torch.float64)
     first = first_kept_keys(scaled, keys, decay, prune, bound, lower=lse.T[None], rows=1, cols=1)[0]  # [H, T]
     rows = torch.arange(first.shape[1], device=first.device)

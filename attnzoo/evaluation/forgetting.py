@@ -1,15 +1,15 @@
-"""What a trained model loses when its layers may hold only so many keys, by rules that say which key goes first.
+"""The loss of a trained model whose layers hold a limited number of keys, by rules of eviction.
 
-Every rule works on the same rows: a head holds at most M keys, the row's own among them. Where the next row would not
-fit it gives up the keys of the least scores, for good: one, or room for M / 16 rows where that is more, by all rules
-alike. So all are compared at equal memory. Weights are computed densely: for windows of some thousand tokens.
+With every rule a head holds at most M keys, the row's own included. Where the next row would not fit, it evicts the
+keys of the least scores: one, or M / 16 where that is more. So all rules are compared at equal memory. Weights are
+computed densely, for windows of some thousand tokens.
 
 Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4 tokens and the last M - 4; Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
 a key so far, half of M being the last tokens (Zhang et al., "H2O", 2023); ``snapkv`` by that of the last 16 rows, which
 are kept themselves (Li et al., "SnapKV", 2024, without its pooling over neighbours, and at every row in place of once);
-``retention`` by what the layer's own forget network says; ``utility`` by what this row and later ones will need, which
-networks learn to say (it looks ahead).
+``retention`` by the retention of the layer's forget network; ``utility`` by the contributions to this row and later
+ones, the target of forget networks (it looks ahead).
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from attnzoo.layer.attention import Attention
 RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
 BY_ATTENTION = ("h2o", "snapkv")
 UNLIMITED = ("certified", "forgets")  # rules without a budget
-OF_NETWORKS = ("retention", "forgets")  # rules that ask the layers' forget networks
-_BY_PLACE = {"window": 0, "sinks": 4}  # and the first tokens that are kept beside the last ones
+OF_NETWORKS = ("retention", "forgets")  # rules by the layers' forget networks
+_BY_PLACE = {"window": 0, "sinks": 4}  # rules by position -> number of first tokens held
 OBSERVED = 16
-ROOM = 16  # M is so many times the number of rows for which room is made at a time
-PAIRS = {"cpu": 2**21, "cuda": 2**25}  # of a row and a key, in a pass, if a window has no more
-KEYS = 1024  # of which what later rows need is found at a time
-FOR_EVER = 1e9  # the score of what a rule never gives up
+ROOM = 16  # M / ROOM keys are evicted at a time
+PAIRS = {"cpu": 2**21, "cuda": 2**25}  # (row, key) pairs of a pass, if a window has no more
+KEYS = 1024  # keys per chunk of the utility
+FOR_EVER = 1e9  # the score of a key that is never evicted
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What a rule may look at when it scores the keys before row t."""
+    """The inputs of a rule that scores the keys before row t."""
 
     t: int
     budget: int
-    age: Tensor  # of each key, [T]
-    total: Tensor  # of the weights that rows so far gave to each key, mean over a group's heads, [B, G, T]
-    last: Tensor  # that of each of the last rows, [B, G, rows, T]
-    given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
-    window: int  # that the forget network never gives up
+    age: Tensor  # age of each key in tokens, [T]
+    total: Tensor  # sum of earlier rows' weights per key, mean over a group's heads, [B, G, T]
+    last: Tensor  # weights of each of the last rows, [B, G, rows, T]
+    given: Tensor | None  # scores computed beforehand, [B, G, T, T]
+    window: int  # last tokens that the forget network never evicts
 
 
 def _h2o(seen: _Seen) -> Tensor:
@@ -83,14 +83,16 @@ _SCORES: dict[str, Callable[[_Seen], Tensor]] = {
 
 
 def needed(logits: Tensor, v: Tensor) -> Tensor:
-    """What each row and later ones need of each key, ``[B, G, T, T]``: its contributions, softly their maximum.
+    """The utility of each key at each row, ``[B, G, T, T]``: a soft maximum of its contributions to that and later
+    rows.
 
     Args:
         logits: ``[B, H, T, T]``, -inf where a row sees nothing.
         v: ``[B, T, G, V]``.
     """
     T, found = logits.shape[-1], []
-    for a, values in zip(logits, v.to(logits.dtype).transpose(1, 2), strict=True):  # few of them fit into memory
+    # one sequence at a time, to bound the memory
+    for a, values in zip(logits, v.to(logits.dtype).transpose(1, 2), strict=True):
         a = a.unflatten(0, (values.shape[0], -1))  # [G, R, T, T]
         output = (a.softmax(-1) @ values[:, None]).square().sum((1, 3))
         of_rows = least(output).log()[..., None]
@@ -109,15 +111,15 @@ def needed(logits: Tensor, v: Tensor) -> Tensor:
 def held_keys(
     logits: Tensor, rule: str, budget: int, given: Tensor | None = None, *, heads: int, window: int = 1
 ) -> Tensor:
-    """Which keys each row sees, ``[B, G, T, T]`` bool: at most ``budget``, its own among them.
+    """The mask of keys that each row sees, ``[B, G, T, T]`` bool: at most ``budget``, its own included.
 
     Args:
-        logits: the teacher's, ``[B, H, T, T]``, -inf where a row sees nothing.
+        logits: the teacher's logits ``[B, H, T, T]``, -inf for pairs that are not visible.
         rule: one of :data:`RULES`.
         budget: M.
-        given: scores of ``retention`` and ``utility`` ``[B, G, T, T]``; the other rules find theirs.
+        given: scores of ``retention`` and ``utility`` ``[B, G, T, T]``; other rules compute theirs.
         heads: G.
-        window: the last tokens, which these two do not give up while they are less than half of M.
+        window: the last tokens, which these two rules do not evict while they are fewer than half of M.
 
     Raises:
         ValueError: an unknown rule, or a budget below 1.
@@ -130,13 +132,13 @@ def held_keys(
     step, index, there = max(1, budget // ROOM), torch.arange(T, device=logits.device), _visible(logits, heads)
     if rule in _BY_PLACE:
         first, begins = min(_BY_PLACE[rule], budget - 1), index // step * step
-        oldest = (begins + step).clamp(max=T) - (budget - first)  # beside the first ones
+        oldest = (begins + step).clamp(max=T) - (budget - first)  # last tokens beside the first ones
         return there & ((index < first) | (index >= oldest[:, None]))
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
     total, last, rows = logits.new_zeros(B, heads, T), logits.new_zeros(B, heads, 0, T), []
     for start in range(0, T, step):
         stop = min(start + step, T)
-        held = held & there[:, :, start]  # what no row sees any more takes no room
+        held = held & there[:, :, start]  # keys that no later row sees take no room
         if stop > budget:
             score = _SCORES[rule](_Seen(start, budget, start - index, total, last, given, window))
             best = score.masked_fill(~held, -torch.inf).topk(budget - (stop - start), -1).indices
@@ -152,30 +154,30 @@ def held_keys(
 
 
 def _visible(logits: Tensor, heads: int) -> Tensor:
-    """The keys that the model itself lets a row see, ``[B, G, T, T]`` bool: not what is beyond its own window."""
+    """The mask of keys that causality and the model's window allow, ``[B, G, T, T]`` bool."""
     seen: Tensor = (logits > -torch.inf).unflatten(1, (heads, -1)).any(2).tril()
     return seen
 
 
 class Limited(nn.Module):
-    """Stands in the place of a layer's forget network while what it may hold is limited.
+    """A replacement of a layer's forget network that limits the keys which the layer holds.
 
     Args:
-        layer: whose place it is.
-        rule: one of :data:`RULES`, ``certified`` (what :func:`attnzoo.algebra.pruning.evictable` leaves, with ``eps``)
-            or ``forgets`` (what the forget network has not forgotten, without a limit).
+        layer: the layer.
+        rule: one of :data:`RULES`, ``certified`` (eviction by :func:`attnzoo.algebra.pruning.evictable` with ``eps``)
+            or ``forgets`` (the retention of the forget network, without a limit).
         budget: M.
-        eps: of ``certified``.
+        eps: eps of ``certified``.
 
     Attributes:
-        held: by sequence of all calls, the mean number of keys that a row sees.
-        late: likewise, of the last quarter of the rows.
-        last: which keys the rows of the last call saw, ``[B, G, T, T]``.
+        held: per sequence of all calls, the mean number of keys that a row sees.
+        late: the same mean over the last quarter of the rows.
+        last: mask of the keys that the rows of the last call saw, ``[B, G, T, T]``.
     """
 
     def __init__(self, layer: Attention, rule: str, budget: int = 0, eps: float = 1e-4) -> None:
         super().__init__()
-        self.layer = (layer,)  # in a tuple: no part of this module
+        self.layer = (layer,)  # a tuple keeps torch from registering the layer here
         self.network = layer.forget
         self.rule, self.budget, self.eps = rule, budget, eps
         self.held: list[float] = []
@@ -230,7 +232,7 @@ class Limited(nn.Module):
         return torch.cat(found, -1), network.options.window
 
     def _certified(self, call: Call) -> Tensor:
-        """Which keys no row needs from row t on, ``[B, G, T, T]``."""
+        """The mask of keys that no row from row t on needs, ``[B, G, T, T]``."""
         [layer] = self.layer
         bounds, g = layer.query_bounds(call.q.dtype), call.gate.per_token(call.q).log_decay
         if bounds is None or g is None:
@@ -247,7 +249,7 @@ class Limited(nn.Module):
 
 @contextmanager
 def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> Iterator[list[Limited]]:
-    """All softmax layers of a model hold what a rule leaves them, inside the ``with``; gives them, first to last."""
+    """A context in which a rule limits all softmax layers of a model; yields their :class:`Limited`, first to last."""
     layers: list[Any] = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
     before = [layer.forget for layer in layers]
     now = [Limited(layer, rule, budget, eps) for layer in layers]
@@ -261,7 +263,7 @@ def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> 
 
 
 def knows(model: nn.Module, rule: str) -> bool:
-    """Whether every softmax layer of a model has what a rule goes by, and there is one."""
+    """Whether a model has softmax layers, each with the gate or network that the rule needs."""
     layers = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
     if rule in OF_NETWORKS:
         return bool(layers) and all(layer.forget is not None for layer in layers)
@@ -272,19 +274,19 @@ def knows(model: nn.Module, rule: str) -> bool:
 
 @torch.inference_mode()
 def ages_of_forgetting(model: nn.Module, tokens: Tensor, rule: str = "forgets", budget: int = 0) -> list[Tensor]:
-    """How many rows saw each token before a layer had done with it.
+    """The number of rows that saw each token before a layer evicted it.
 
     Args:
         model: in evaluation mode.
-        tokens: of one text, integers ``[T]``.
-        rule: by which keys go; the default needs softmax layers that forget.
+        tokens: one text, integers ``[T]``.
+        rule: the rule of eviction; the default needs layers with One-Pass Forgetting.
         budget: keys that a head may hold, where the rule has a limit.
 
     Returns:
-        By layer, first to last, ``[G, T]`` int64; of a token that was never forgotten, -1.
+        Per layer, first to last, ``[G, T]`` int64; -1 for tokens that were never evicted.
 
     Raises:
-        ValueError: a layer does not know the rule.
+        ValueError: a layer lacks the gate or network of the rule.
     """
     with limited(model, rule, budget) as layers:
         model(tokens[None].to(next(model.parameters()).device))
@@ -298,14 +300,14 @@ def ages_of_forgetting(model: nn.Module, tokens: Tensor, rule: str = "forgets", 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the picture of loss against memory.
+    """One point of the curve of loss against memory.
 
     Args:
-        rule: by which keys went.
+        rule: the rule of eviction.
         budget: keys that each head could hold; 0 for no limit.
         held: keys that a row saw, mean over rows, heads and layers.
         loss: nats per token.
-        late: keys that a row of the last quarter saw, likewise.
+        late: keys that a row of the last quarter saw, mean over rows, heads and layers.
     """
 
     rule: str
@@ -324,7 +326,7 @@ def loss_within(
     Args:
         model: in evaluation mode.
         windows: ``[N, L + 1]``.
-        skip: leave the first tokens of each window out of the mean, which no rule touches.
+        skip: number of first tokens of each window that the mean leaves out, as no rule changes them.
         batch_size: windows per forward pass; None for as many as :data:`PAIRS` says.
     """
     points = []

@@ -1,4 +1,4 @@
-"""The forget gates of a trained model as matrices, and what each bound prunes of them."""
+"""The forget gates of a trained model as matrices, and the pruning of each bound."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ BOUNDS: tuple[Bound, ...] = ("tail", "paper")
 
 @dataclass(frozen=True)
 class PruneMap:
-    """What one bound prunes in one layer.
+    """The pruning of one layer by one bound.
 
     Args:
-        first: the first key that is kept, per head and block of rows, ``[H, blocks]``.
-        kept: share of the blocks that causality and the layer's window leave that is kept, per head, ``[H]``, in
-            (0, 1].
+        first: the first computed key, per head and block of rows, ``[H, blocks]``.
+        kept: share of the visible blocks that is computed, per head, ``[H]``, in (0, 1].
         block: rows and keys per block.
     """
 
@@ -86,23 +85,23 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
 
 
 def gate_of_tokens(layer: Attention, core: Projected) -> Gate:
-    """The gate of a layer's tokens; of one that writes several times, only the first sub-token decays."""
+    """The gate per token; where a token writes several times, that of its first sub-token, the only one with decays."""
     return core.gate.map(lambda part: part[:, :: layer.keys_per_token])
 
 
 def decays(gate: Gate) -> bool:
-    """Whether it forgets, per head or per channel."""
+    """Whether the gate has a decay, per head or per channel."""
     return bool(_logs(gate))
 
 
 def _logs(gate: Gate) -> list[Tensor]:
-    """The logs of what is left, of the first sequence: each ``[T, H, channels or 1]``."""
+    """The log-decays of the first sequence, each ``[T, H, channels or 1]``."""
     parts = [getattr(gate, name)[0] for name in gate.parts if PARTS[name].decays]
     return [part if part.ndim == 3 else part[..., None] for part in parts]
 
 
 def _shown_length(gate: Gate, T: int) -> int:
-    """Tokens on which the head that remembers longest still shows its shape: short memories need a closer look."""
+    """The number of first tokens to draw, so that the decay of the longest-remembering head fills the picture."""
     decay = decay_matrix(gate, 128)
     reach = (decay > FADED).sum(2).mean(1).max() * T / decay.shape[1]
     length = 128
@@ -133,9 +132,9 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
 def prune_maps(
     q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int, window: int | None = None
 ) -> dict[str, PruneMap]:
-    """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay.
+    """The pruning of the first sequence by each bound; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay.
 
-    Beyond a window there is nothing to prune: what no row of a block sees counts neither as kept nor as pruned.
+    Blocks beyond a window count neither as computed nor as pruned.
 
     Raises:
         ValueError: a gate without one.

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval's harness (EleutherAI's Language Model Evaluation Harness), by an adapter of our own.
+"""An adapter to lm-eval's tasks (EleutherAI's Language Model Evaluation Harness).
 
 Needs lm-eval (`pip install 'attnzoo[eval]'`). Its stock tasks fetch their questions from a network; a task defined by a
 file of one's own, with questions in a file beside it, needs none.
@@ -23,14 +23,14 @@ from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import nearest, unknown
 from attnzoo.evaluation.scores import score_targets
 
-TOKENS = 2**15  # in a forward pass, if a row is not longer
-MOST = 256  # tokens that are generated where a task does not say how many
+TOKENS = 2**15  # tokens of a forward pass, if a row is not longer
+MOST = 256  # default of the tokens to generate
 SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
 class HarnessScores:
-    """What lm-eval says of a model.
+    """The scores that lm-eval gives a model.
 
     Args:
         task: its name, or the file that defines it.
@@ -50,13 +50,13 @@ class HarnessScores:
 
 
 class HarnessModel(LM):  # type: ignore[misc]
-    """A model as lm-eval asks it.
+    """A model with the interface that lm-eval calls.
 
     The window rule: a row begins with what `encode` puts before every text, or else, where the context is empty, with
-    `end`; then come the context and what is asked. Of a row that is longer than the window the last tokens count.
-    A text that is scored whole is cut into windows of which each predicts tokens that no other does, the first with
-    nothing before it and the last as full as the others. Rows are sorted by length, the longest first, and padded
-    behind, which no token sees.
+    `end`; then come the context and what is asked. A row longer than the window is cut to its last tokens. A text that
+    is scored whole is cut into windows of which each predicts tokens that no other does, the first with nothing before
+    it and the last as full as the others. Rows are sorted by length, the longest first, and padded at the end, which no
+    token sees.
 
     Args:
         model: an :class:`attnzoo.models.LanguageModel`.
@@ -122,7 +122,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Continue contexts until a text comes up, which is left out.
+        """The continuations of contexts up to, and without, a stop text.
 
         Args:
             requests: of lm-eval, with the arguments (context, settings). Settings are `until` (a text or several),
@@ -155,7 +155,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return texts
 
     def _tokens(self, text: str) -> list[int]:
-        """Without what the tokenizer puts before every text."""
+        """The tokens of a text without the special tokens that the tokenizer puts before it."""
         return self.encode(text)[len(self.before) :]
 
     def _start(self, context: str = "") -> list[int]:
@@ -166,9 +166,10 @@ class HarnessModel(LM):  # type: ignore[misc]
         return [self.end]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Tokens of both together, and how many are the continuation's; spaces at the context's end are its.
+        """The tokens of both texts, and the number of the continuation's, which gets spaces at the context's end.
 
-        Where tokens merge across the border and both have no more than the context alone, they are those that differ.
+        Where tokens merge across the border so that both texts have no more tokens than the context alone, the
+        continuation's are those from the first different token on.
         """
         stripped = context.rstrip()
         tokens, before = self._tokens(context + continuation), self._tokens(stripped)
@@ -179,11 +180,11 @@ class HarnessModel(LM):  # type: ignore[misc]
         return [*self._start("" if asked == len(tokens) else stripped), *tokens], asked
 
     def _row(self, tokens: list[int], asked: int) -> tuple[list[int], int]:
-        """The last tokens, as many as the window has and the one behind it, and how many of them are asked."""
+        """The last ``window`` + 1 tokens, and the number of those that are scored."""
         return tokens if self.window is None else tokens[-self.window - 1 :], asked
 
     def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Nats of what is asked at the end of each row, and whether it was always the likeliest."""
+        """The log-likelihood in nats of each row's scored end, and whether each of its tokens was the likeliest."""
         found = [(0.0, True)] * len(rows)
         for batch in _batches([len(tokens) - 1 for tokens, _ in rows]):
             length = len(rows[batch[0]][0]) - 1
@@ -200,7 +201,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _continued(self, contexts: Sequence[list[int]], settings: Mapping[str, Any], most: int) -> list[str]:
-        """The text that follows each context."""
+        """The text generated after each context."""
         for name in settings:
             if name not in SETTINGS:
                 raise unknown("setting", name, SETTINGS, of="generate_until")
@@ -236,19 +237,19 @@ class HarnessModel(LM):  # type: ignore[misc]
 
 
 def _drawn(logits: Tensor, settings: Mapping[str, Any], random: torch.Generator) -> Tensor:
-    """[B, vocabulary] -> [B, 1]."""
+    """The drawn tokens [B, 1] for logits [B, vocabulary]."""
     temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if settings.get("top_k"):
         smallest = logits.topk(min(int(settings["top_k"]), logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, however small the temperature is
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, at any temperature
     return torch.multinomial(logits.softmax(-1), 1, generator=random)
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of the rows, the longest first, in batches that hold a bounded number of tokens with their padding."""
+    """Yield batches of row numbers, the longest rows first, with a bounded number of tokens including padding."""
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     first = 0
     while first < len(order):
@@ -262,7 +263,7 @@ def run_harness(
     task: str, limit: int | None = None, shots: int | None = None, window: int | None = None,
     stop: Collection[int] = (),
 ) -> HarnessScores:  # fmt: skip
-    """Ask a model the questions of one of lm-eval's tasks, or of one that a file defines.
+    """The scores of a model on one of lm-eval's tasks, or on a task that a file defines.
 
     Args:
         model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end`, `window` and `stop`.
@@ -281,7 +282,7 @@ def run_harness(
     adapter = HarnessModel(model, encode, decode, end, window, stop)
     own = task.endswith((".yaml", ".yml", ".json"))
     asked: Any = _definition(Path(task)) if own else task
-    manager = TaskManager(include_defaults=not own)  # it takes a minute to read all of the stock tasks
+    manager = TaskManager(include_defaults=not own)  # reading all stock tasks takes a minute
     if not own and task not in manager.all_tasks:
         close = nearest(task, manager.all_tasks)
         raise ValueError(
@@ -300,7 +301,7 @@ def run_harness(
 
 
 def _definition(path: Path) -> dict[str, Any]:
-    """A task as its file defines it, with the paths of its data absolute."""
+    """The definition of a task in a file, with absolute paths of its data."""
     import yaml  # type: ignore[import-untyped]
 
     if not path.is_file():

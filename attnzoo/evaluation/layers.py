@@ -1,4 +1,4 @@
-"""The attention layers of a model while it reads a window."""
+"""Measurement of a model's attention layers during one forward pass."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def each_layer(
     measure: Callable[[Attention, Projected], Found | None],
     numbers: Collection[int] | None = None,
 ) -> list[tuple[int, Found]]:
-    """What a measure says of each attention layer, which is asked while the model reads: no layer's inputs are kept.
+    """The result of a measure for each attention layer, taken during a forward pass, so that no inputs are stored.
 
     Args:
         model: holds :class:`~attnzoo.layer.attention.Attention` modules, as :class:`attnzoo.models.LanguageModel` does.
         tokens: one window of ids, ``[T]``, on any device.
-        measure: is given the layer and its q, k, v and gate of the window (B = 1), the gate per token.
-        numbers: of the layers that are asked; None for all.
+        measure: a function of the layer and its q, k, v and gate (per token) of the window (B = 1).
+        numbers: numbers of the layers to measure; None for all.
 
     Returns:
-        Number of the layer and what was measured, of those of which it is not None.
+        Pairs of a layer's number and its result, without those that are None.
 
     Raises:
         ValueError: a number that no layer has.

@@ -1,4 +1,4 @@
-"""How a model answers a task on rows that are longer than those of its training."""
+"""A model's answers to a task on rows longer than those of its training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attnzoo.evaluation.answers import Answers, measure_answers
 
 @dataclass(frozen=True)
 class LengthCurve:
-    """What a model answered on rows of several lengths.
+    """The results of a model's answers on rows of several lengths.
 
     Args:
-        context: tokens per row in training; None where nobody said.
+        context: tokens per row in training; None where unknown.
         answers: one entry per length.
     """
 
@@ -25,7 +25,7 @@ class LengthCurve:
 
 
 def growing_lengths(context: int, factor: int = 8) -> tuple[int, ...]:
-    """1, 2, 4, ... times the training context, up to ``factor`` times.
+    """The lengths 1, 2, 4, ... times the training context, up to ``factor`` times.
 
     Raises:
         ValueError: a number below 1.
@@ -38,7 +38,7 @@ def growing_lengths(context: int, factor: int = 8) -> tuple[int, ...]:
 def measure_lengths(
     model: nn.Module, task: Task, lengths: Sequence[int], rows: int, seed: int = 0, context: int | None = None
 ) -> LengthCurve:
-    """Ask a task on held-out rows of each length.
+    """The results of a model's answers on held-out rows of each length.
 
     Args:
         model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attnzoo.evaluation.scores import score_targets
 
-TOKENS = 2**14  # in a forward pass, if a window is not longer
+TOKENS = 2**14  # tokens of a forward pass, if a window is not longer
 Array = npt.NDArray[np.float64]
 
 
@@ -26,7 +26,7 @@ class LossCurve:
     """Loss by position and perplexity by context length.
 
     Args:
-        context: tokens per training sequence; None where nobody said.
+        context: tokens per training sequence; None where unknown.
         windows: held-out windows that were measured.
         loss: L(i) in nats, i = 1 ... L, ``[L]``.
         error: its standard error over the windows, ``[L]``; nan for one window.
@@ -40,7 +40,7 @@ class LossCurve:
     perplexity: Array
 
     def around(self, index: int, width: int = 101) -> float:
-        """L(i) averaged over ``width`` indices around ``index >= 1`` (the paper's 101), or those that exist."""
+        """The mean of L(i) over the ``width`` indices around ``index >= 1`` (101 in the paper) that exist."""
         first = max(0, index - 1 - width // 2)
         return float(self.loss[first : index + (width - 1) // 2].mean())
 

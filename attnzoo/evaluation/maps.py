@@ -1,4 +1,4 @@
-"""What each token attends to, as matrices: weights and forget gates of a short text."""
+"""Attention weights and forget gates of a short text as matrices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from attnzoo.layer.projected import Projected
 
 @dataclass(frozen=True)
 class LayerMap:
-    """One layer.
+    """The matrices of one layer.
 
     Args:
-        layer: its number.
-        variant: its name.
-        weights: what token t (row) takes of token j's value (column), ``[H, T, T]``, 0 above the diagonal; of a token
-            that writes several values, the sum. On the softmax side rows add up to 1, but for what a sink takes, and
-            pruning and what a forget network drops are left out; on the linear side weights may have any sign.
+        layer: the layer's number.
+        variant: the variant's name.
+        weights: the weight of token j's value (column) in the output of token t (row), ``[H, T, T]``, 0 above the
+            diagonal; the sum over the values of a token that writes several. On the softmax side rows sum to 1 minus
+            the sink's weight, without pruning and forget networks; on the linear side weights may have any sign.
         decay: exp(d_tj), the product of the forget gates between, ``[H, T, T]``, mean over channels where a gate has
             several; None for a layer without such a gate.
     """
@@ -43,7 +43,7 @@ class AttentionMaps:
     """The layers' maps on one text.
 
     Args:
-        tokens: what each token is, as a reader sees it, T of them.
+        tokens: the T tokens in print.
         layers: one map per layer.
     """
 
@@ -54,16 +54,16 @@ class AttentionMaps:
 def measure_maps(
     model: nn.Module, tokens: Tensor, words: Sequence[str], layers: Collection[int] | None = None
 ) -> AttentionMaps:
-    """Weights and forget gates of every layer on a short text; every matrix is held.
+    """The weights and forget gates of every layer on a short text, all held in memory.
 
     Args:
         model: as :func:`attnzoo.evaluation.layers.each_layer` takes it.
         tokens: one window of ids, ``[T]``.
-        words: what each is, as a reader sees it.
+        words: each token in print.
         layers: numbers of the layers; None for all.
 
     Raises:
-        ValueError: as many words as tokens are needed, or a layer that the model does not have.
+        ValueError: another number of words than of tokens, or a layer that the model does not have.
     """
     if len(words) != tokens.numel():
         raise ValueError(f"words: expected {tokens.numel()}, one per token, got {len(words)}")
@@ -79,7 +79,8 @@ def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
     else:
         delta_rule = isinstance(core.write, str)
         options |= {"write": None if delta_rule else core.write, "delta_rule": delta_rule}
-    values = torch.eye(T, device=core.q.device)[None, :, None].expand(1, T, G, T)  # so that the output is the weights
+    # unit vectors as values: the output is the weights
+    values = torch.eye(T, device=core.q.device)[None, :, None].expand(1, T, G, T)
     weights = layer.variant.forms["parallel"](core.q.float(), core.k.float(), values, core.gate, **options)
     gate, rows = gate_of_tokens(layer, core), outputs(weights, n)[0].transpose(0, 1).double()  # [H, T, T n]
     matrix = np.asarray(rows.unflatten(-1, (-1, n)).sum(-1).cpu().numpy(), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A needle in a haystack, by where it is and how much hay there is."""
+"""The needle in a haystack test, by the needle's depth and the length of the row."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ASKED = "What is the secret number? Answer: The secret number is"
 
 @dataclass(frozen=True)
 class NeedlePicture:
-    """How often the number in the needle was said, by depth and length.
+    """The share of needles whose number was answered, by depth and length.
 
     Args:
         mode: easy (the question stands in the needle) or standard.
-        context: tokens per row in training; None where nobody said.
+        context: tokens per row in training; None where unknown.
         depths: of the needle, from 0 (the row's beginning) to 1 (right before the question), one per row.
         lengths: tokens of the row with its question and all answers but the last, one per column.
         answers: what was answered at each depth, per length. `whole` is the share of rows in which the likeliest tokens
@@ -41,7 +41,7 @@ class NeedlePicture:
 
     @property
     def whole(self) -> Array:
-        """Share of the rows in which the whole number was said, ``[depths, lengths]``, in [0, 1]."""
+        """The share of rows with the whole number answered, ``[depths, lengths]``, in [0, 1]."""
         return np.array([[found.whole for found in row] for row in self.answers], dtype=np.float64)
 
 
@@ -49,16 +49,15 @@ def measure_needle(
     model: nn.Module, task: Callable[[float], Task], mode: str, lengths: Sequence[int], depths: Sequence[float],
     rows: int, seed: int = 0, context: int | None = None,
 ) -> NeedlePicture:  # fmt: skip
-    """Look for needles, as Lin et al., "Forgetting Transformer" (2025), section 4.3 and appendix B.3.
+    """The share of needles found, as in Lin et al., "Forgetting Transformer" (2025), section 4.3 and appendix B.3.
 
-    The paper's number is a grade that a language model gives to a sentence. Here the needle holds a random number, and
-    each token of it is asked at the one before, so that what is found is counted.
+    In the paper a language model grades the answer. Here the needle holds a random number, each token of which is asked
+    at the token before, so that correct answers can be counted.
 
     Args:
         model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
-        task: gives the task with its needle at a depth: :func:`synthetic_needle` or :func:`text_needle`, with the other
-            arguments given.
-        mode: of these tasks.
+        task: a function from a depth to the task: the result of :func:`synthetic_needle` or :func:`text_needle`.
+        mode: the mode of that task.
         lengths: tokens per row.
         depths: from 0 to 1.
         rows: per length and depth.
@@ -80,14 +79,14 @@ def measure_needle(
 
 
 def synthetic_needle(mode: str, digits: int = 4) -> Callable[[float], Task]:
-    """The task `needle` by its depth, on tokens of its own; see :func:`attnzoo.data.tasks.haystack.needle`."""
+    """A function from a depth to the synthetic task `needle`; see :func:`attnzoo.data.tasks.haystack.needle`."""
     return lambda depth: build_task("needle", {"mode": mode, "digits": digits, "depth": depth})
 
 
 def text_needle(
     hay: Tokens | Joined, encode: Callable[[str], Sequence[int]], mode: str, digits: int = 4
 ) -> Callable[[float], Task]:
-    """The same in a text, by its depth, for models of texts.
+    """A function from a depth to a needle task in natural text, for models of texts.
 
     A random stretch of the text, and in it a sentence with a random number. In the standard mode it is `The secret
     number is 1234.`, and the row ends in a question for it, `What is the secret number? Answer: The secret number is`;
@@ -105,7 +104,7 @@ def text_needle(
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
     check_between("digits", digits, 1, 18)
-    begin = len(encode(""))  # what the tokenizer puts before every text
+    begin = len(encode(""))  # special tokens before every text
 
     def inner(text: str) -> list[int]:
         return list(encode(text))[begin:]

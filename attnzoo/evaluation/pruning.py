@@ -1,4 +1,4 @@
-"""What pruning leaves out, per head and layer, and what it costs: shares, local and global heads, a sweep of eps."""
+"""The share of blocks that pruning skips, per head and layer, and its cost in loss over a sweep of eps."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ LOCAL = 0.5  # a head that prunes more than this is called local
 
 @dataclass(frozen=True)
 class PrunedShares:
-    """What each head prunes on one window.
+    """The pruned share of each head on one window.
 
     Args:
-        step: updates of the weights before it was measured; None where nobody said.
-        tokens: in the window.
+        step: updates of the weights before the measurement; None where unknown.
+        tokens: tokens in the window.
         eps: weight that a row may lose.
         bound: tail or paper, as of :class:`attnzoo.Prune`.
-        layers: numbers of those that can prune.
-        heads: share of the blocks of 128 rows by 64 keys that causality and the window leave which pruning does not
-            compute, per layer and head, in [0, 1).
+        layers: numbers of the layers that can prune.
+        heads: share of the visible blocks of 128 rows by 64 keys that pruning skips, per layer and head, in [0, 1).
     """
 
     step: int | None
@@ -49,15 +48,15 @@ class PrunedShares:
 
     @property
     def share(self) -> float:
-        """Of all heads of all these layers."""
+        """The mean pruned share over all heads of these layers."""
         return float(np.mean([share for layer in self.heads for share in layer]))
 
     @property
     def local(self) -> float:
-        """Share of the heads that are local, which is to say that they prune more than half of their blocks.
+        """The share of local heads: those that prune more than half of their blocks.
 
         Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer" (2025), section 4.3, find most heads
-        to be local (most is pruned) or global (little or nothing is), without a number between them; half is ours.
+        to be local (most is pruned) or global (little or nothing is), without a threshold; half is our choice.
         """
         return float(np.mean([share > LOCAL for layer in self.heads for share in layer]))
 
@@ -65,7 +64,7 @@ class PrunedShares:
 def measure_pruning(
     model: nn.Module, tokens: Tensor, prune: Prune | None = None, step: int | None = None
 ) -> PrunedShares:
-    """What each head prunes on one window, whether or not the model's own layers prune.
+    """The pruned share of each head on one window, whether or not the model's layers prune.
 
     Args:
         model: as :func:`attnzoo.evaluation.layers.each_layer` takes it.
@@ -91,14 +90,14 @@ def measure_pruning(
 
 
 def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Share of the causal blocks of 128 rows by 64 keys that are computed, per head, ``[H]``.
+    """The share of the causal blocks of 128 rows by 64 keys that are computed, per head, ``[H]``.
 
-    It is what the kernels of FoX and PaTH compute; of other gates what the certificate leaves that they all go by.
+    For FoX and PaTH it is counted as their kernels prune; for other gates it follows from the certificate.
 
     Args:
         layer: one with a scalar decay.
-        core: what it is given of one row of tokens, B = 1.
-        prune: None leaves only what causality, the window and borders leave.
+        core: the inputs of its core for one row of tokens, B = 1.
+        prune: eps and bound; None counts the blocks that causality, the window and borders allow.
         cu_seqlens: borders of packed sequences.
     """
     from attnzoo.kernels.fox import kept_fraction as kept_by_fox
@@ -114,7 +113,7 @@ def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlen
         "scale": layer.scale,
         "window": layer.config.window,
         "cu_seqlens": cu_seqlens,
-        "impl": "auto" if core.q.is_cuda else "reference",  # where attention itself runs so
+        "impl": "auto" if core.q.is_cuda else "reference",  # as attention itself runs
     }
     kept: Any = kept_by_fox if gate.w is None else kept_by_path
     if gate.w is not None:
@@ -126,14 +125,14 @@ def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlen
 
 
 def _first_certified(layer: Attention, core: Projected, prune: Prune | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The first key that each block of rows sees, ``[1, H, blocks]``."""
+    """The first computed key of each block of rows, ``[1, H, blocks]``."""
     T, H, window = core.q.shape[1], core.q.shape[2], layer.config.window
     gate = separated(core.gate.per_token(core.q), core.q, None, cu_seqlens)
     decay = cast(Tensor, gate.log_decay).transpose(1, 2)
     starts = torch.arange(0, T, ROW_UNIT, device=core.q.device)
     first = keys_behind_closed(decay, starts)
     if prune is not None:
-        near = min(window or KEY_UNIT, KEY_UNIT)  # the newest keys alone are a lower bound of a row
+        near = min(window or KEY_UNIT, KEY_UNIT)  # the log-sum-exp over the newest keys is a lower bound of the row's
         form, values = layer.variant.forms["parallel"], core.v[..., :1].to(core.q.dtype)
         _, lse = form(core.q, core.k, values, gate, scale=layer.scale, window=near, return_lse=True)
         scaled = core.q.transpose(1, 2) * (default_scale(core.q) if layer.scale is None else layer.scale)
@@ -148,15 +147,15 @@ def _first_certified(layer: Attention, core: Projected, prune: Prune | None, cu_
 
 @dataclass(frozen=True)
 class EpsRow:
-    """A model measured with its layers pruning by one eps.
+    """The measurements of a model whose layers prune by one eps.
 
     Args:
         eps: weight that a row may lose; None for no pruning.
         loss: mean nats per token over the windows.
-        change: of the loss by pruning, mean over the windows.
-        error: standard error of that; nan for one window.
+        change: change of the loss by pruning, mean over the windows.
+        error: standard error of the change; nan for one window.
         kept: share of the blocks that is computed, mean over the heads of the layers that prune, on the first window.
-        seconds: of a forward pass over one window without the head, the fastest of a few.
+        seconds: time of a forward pass over one window without the output head, the fastest of a few.
     """
 
     eps: float | None
@@ -172,8 +171,8 @@ class EpsSweep:
     """Loss, share and time by eps.
 
     Args:
-        tokens: in a window.
-        windows: that the loss is over.
+        tokens: tokens in a window.
+        windows: number of windows.
         bound: tail or paper.
         rows: without pruning first, then by eps as given.
     """
@@ -187,7 +186,7 @@ class EpsSweep:
 def sweep_eps(
     model: nn.Module, windows: Tensor, epsilons: Sequence[float], bound: Any = "tail", repeats: int = 3
 ) -> EpsSweep:
-    """What pruning by each eps does to loss, share and time (as figure 7 of the paper on pruning, with the time).
+    """The loss, computed share and time by eps of pruning (figure 7 of the paper on pruning, with the time).
 
     Args:
         model: as :func:`attnzoo.evaluation.layers.each_layer` takes it; it is left as it was.
@@ -217,7 +216,7 @@ def sweep_eps(
 
 @contextmanager
 def pruning(model: nn.Module, prune: Prune | None) -> Iterator[None]:
-    """Within it every layer that can prunes by ``prune``, or none does; afterwards each is as it was."""
+    """A context in which every layer that can prune does so by ``prune``, or with None no layer prunes."""
     layers = _prunable(model)
     before = [layer.prune for layer in layers]
     try:
@@ -253,7 +252,7 @@ def _seconds(model: nn.Module, tokens: Tensor) -> float:
 
 
 def default_epsilons(least: float = 1e-8, most: float = 0.1, count: int = 8) -> tuple[float, ...]:
-    """Evenly spaced logarithms, and the default of :class:`attnzoo.Prune` among them, rising.
+    """Log-spaced values of eps, rising, with the default of :class:`attnzoo.Prune` among them.
 
     Raises:
         ValueError: numbers that are not in order in (0, 1), or fewer than two.

@@ -1,4 +1,4 @@
-"""What a model gives to tokens that are known, without the logits of a whole row."""
+"""Likelihoods of known tokens by a model, without holding the logits of a whole row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from attnzoo.data.tasks import UNASKED
 
-LOGITS = 2**26  # held at a time
+LOGITS = 2**26  # logits held at a time
 
 
 @torch.inference_mode()
 def score_targets(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """How likely each target is to a model, and whether another token is likelier.
+    """The negative log-likelihood of each target, and whether another token is likelier.
 
     The memory is that of the hidden states of all rows and of the logits of some: O(B T) at any length.
 
@@ -24,11 +24,11 @@ def score_targets(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Te
         model: an :class:`attnzoo.models.LanguageModel`; or any other that is called with token ids ``[B, T]`` and whose
             output has ``logits [B, T, vocabulary]``, all of which are then held.
         tokens: integers ``[B, T]``.
-        targets: integers ``[B, T]``, of the token after each; -100 where nothing is asked.
+        targets: integers ``[B, T]``, the token after each; -100 where none is scored.
 
     Returns:
-        Negative log-likelihoods in nats, float64, 0 where nothing is asked; and True where the likeliest token is
-        another one. Both ``[B, T]`` on the model's device.
+        Negative log-likelihoods in nats, float64, 0 where none is scored; and True where the likeliest token is another
+        one. Both ``[B, T]`` on the model's device.
     """
     device = next(model.parameters(), torch.empty(0)).device
     tokens, targets = tokens.to(device), targets.to(device)
@@ -39,7 +39,7 @@ def score_targets(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Te
         [torch.empty(0, dtype=torch.float64, device=device)],
         [torch.empty(0, dtype=torch.bool, device=device)],
     )
-    first, size = 0, 1  # the first row of logits says how wide they are
+    first, size = 0, 1  # the first row of logits has their width
     while first < len(given):
         logits, some = head(given[first : first + size]).float(), expected[first : first + size]
         nats.append(F.cross_entropy(logits, some, reduction="none").double())
@@ -51,7 +51,7 @@ def score_targets(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Te
 
 
 def _before_the_head(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What the head reads, ``[B, T, D]``, and the head; or the logits themselves, which then need none."""
+    """The head's input ``[B, T, D]`` and the head; for other models the logits and an identity."""
     whole: Any = model
     if hasattr(model, "hidden") and hasattr(model, "head"):
         return whole.hidden(tokens), whole.head

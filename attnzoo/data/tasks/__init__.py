@@ -1,4 +1,4 @@
-"""Synthetic tasks, drawn as they are asked for: rows of any length, with answers at some of their tokens.
+"""Synthetic tasks: rows of any length drawn on demand, with answers at some of their tokens.
 
 A task of your own is a Python file that ends in ``TASK``, a function of options as those of `TASKS` are; its name is
 the file's path.
@@ -40,11 +40,11 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
     Args:
         name: one of `TASKS`, or the path of a Python file that ends in ``TASK``.
-        options: of its function there, by name.
+        options: options of the task's function, by name.
 
     Raises:
-        ValueError: an unknown task or option, one of the wrong kind or out of range, or a file that fails; later, a row
-            that is none.
+        ValueError: an unknown task or option, one of the wrong kind or out of range, or a file that fails; when rows
+            are drawn, an invalid row.
         TypeError: a file whose TASK is no function that gives a Task.
     """
     function, options = _function(name), options or {}
@@ -78,6 +78,6 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def summary_of(name: str) -> str:
-    """What a task is, in the first sentence of its description."""
+    """The first sentence of a task's description."""
     first, _, _ = (inspect.getdoc(TASKS[name]) or "").partition("\n\n")
     return " ".join(first.split())

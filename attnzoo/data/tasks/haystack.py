@@ -14,10 +14,10 @@ import numpy as np
 from attnzoo.data.tasks.task import Array, Row, Task, asked_last, check_between, check_room
 from attnzoo.errors import unknown
 
-FACT, QUESTION, ANSWER, DIGIT = range(4)  # DIGIT: of ten tokens
-FIRST = DIGIT + 10  # of the words
+FACT, QUESTION, ANSWER, DIGIT = range(4)  # DIGIT: the first of ten tokens
+FIRST = DIGIT + 10  # the first word
 SIGNS = ("fact", "question", "answer", *map(str, range(10)))
-WORDS = 128  # of the hay
+WORDS = 128  # number of words of the hay
 MODES = ("easy", "standard")
 MANY = 2**16
 
@@ -138,7 +138,7 @@ def common_words(words: int = 2048, common: int = 10, often: int = 30, seldom: i
     check_between("seldom", seldom, 1, often - 1)
 
     def draw(random: np.random.Generator, T: int) -> Row:
-        room = T - common - 1  # what the question and all answers but one leave
+        room = T - common - 1  # tokens without question and all answers but one
         check_room(room, common * often, f"{common} words that come {often} times, beside the answers")
         others = -(-(room - common * often) // seldom)
         if others > words - common:
@@ -194,7 +194,7 @@ def _names(letter: str, count: int) -> list[str]:
 
 
 def _hay(random: np.random.Generator, room: int, inside: Sequence[Array], depth: float | None = None) -> Array:
-    """Random words, and what is put inside them in its order, `room` tokens together."""
+    """Random words with the pieces `inside` inserted in their order, `room` tokens in all."""
     words = room - sum(map(len, inside))
     check_room(room, room - words, "what stands in the hay, beside the question and the answers")
     hay = FIRST + random.integers(WORDS, size=words)

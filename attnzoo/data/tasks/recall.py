@@ -6,7 +6,7 @@ import numpy as np
 
 from attnzoo.data.tasks.task import Array, Row, Task, asked, check_between, check_room
 
-LARGEST = 2**20  # vocabulary
+LARGEST = 2**20  # largest vocabulary
 
 
 def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
@@ -132,7 +132,7 @@ def induction(vocab_size: int = 16, questions: int = 1) -> Task:
     def draw(random: np.random.Generator, T: int) -> Row:
         check_room(T, 2 * questions + 1, f"the special token {questions + 1} times and what follows it")
         tokens, count = random.integers(1, vocab_size, size=T), int(random.integers(1, questions + 1))
-        apart = np.arange(count)  # never two in a row
+        apart = np.arange(count)  # special tokens are never neighbours
         first = np.sort(random.choice(T - 1 - count, count, replace=False)) + apart
         places = np.append(first, T - 1)
         tokens[places] = 0
@@ -142,7 +142,7 @@ def induction(vocab_size: int = 16, questions: int = 1) -> Task:
 
 
 def _halves(vocab_size: int, name: str, keys: int, power: float) -> int:
-    """Where the values begin."""
+    """The first token of the values; raises for an unfit vocabulary."""
     check_between("vocab_size", vocab_size, 4, LARGEST)
     half = vocab_size // 2
     check_between(name, keys, 1, half - 1)
@@ -170,12 +170,12 @@ def _ask_keys(
 def draw_different(random: np.random.Generator, count: int, p: Array) -> Array:
     """Different places drawn with probabilities p, int64 [count], in the order of drawing.
 
-    They are those of ``random.choice(len(p), count, replace=False, p=p)``, which sorts in each of its rounds: many,
-    where almost all places are drawn and the last ones are improbable.
+    The result equals ``random.choice(len(p), count, replace=False, p=p)``, which is slow where almost all places are
+    drawn and the last ones are improbable: it sorts in each of many rounds.
 
     Args:
-        random: what is drawn from.
-        count: of places, at most those with a probability above 0.
+        random: the random generator.
+        count: the number of places, at most those with a probability above 0.
         p: [N] float64, with the sum 1.
     """
     left = p.copy()

@@ -1,4 +1,4 @@
-"""A row of a task to look at."""
+"""A row of a task in print."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from attnzoo.data.tasks.task import UNASKED, Row, Task
 
 
 def row_lines(task: Task, row: Row, width: int) -> Iterator[list[tuple[str, bool]]]:
-    """A row's words in lines, each behind the number of its first token: pieces of text, and whether something is asked
-    there, as in `r>0`, where 0 is asked at r.
+    """The words of a row in lines that begin with the index of their first token.
+
+    A line is a list of pieces of text, each with whether an answer is asked there; `r>0` asks for 0 at r.
 
     Args:
-        task: the row is of it.
+        task: the row's task.
         row: tokens and targets.
-        width: columns that a line may have, if there is room for one word.
+        width: the most columns of a line, unless one word is longer.
     """
     cells = [
         task.words[token] + ("" if target == UNASKED else f">{task.words[target]}")

@@ -9,7 +9,7 @@ import numpy as np
 from attnzoo.data.tasks.task import Array, Row, Task, asked, check_between, check_room
 from attnzoo.errors import unknown
 
-WRITE, IGNORE, READ, BIT = range(4)  # BIT: of two tokens
+WRITE, IGNORE, READ, BIT = range(4)  # BIT: the first of two tokens
 GROUPS = ("S3", "S4", "S5", "A4", "A5")
 
 
@@ -94,7 +94,7 @@ def word_problem(group: str = "S5", tokens: int | None = None) -> Task:
     def draw(random: np.random.Generator, T: int) -> Row:
         check_room(T, 1, "an element")
         row = used[random.integers(len(used), size=T)]
-        product, products = 0, []  # 0: what changes nothing comes first
+        product, products = 0, []  # element 0 is the identity
         for token in row.tolist():
             product = after[product][token]
             products.append(product)
@@ -105,7 +105,7 @@ def word_problem(group: str = "S5", tokens: int | None = None) -> Task:
 
 
 def _generators(after: list[list[int]], count: int) -> Array:
-    """So many elements of a group, with products that are all of it; `after[a][b]` is b after a."""
+    """``count`` elements that generate the group; `after[a][b]` is the product b after a."""
     check_between("tokens", count, 2, len(after))
     random = np.random.default_rng(count)
     while True:

@@ -1,4 +1,4 @@
-"""What a task is: rows of tokens drawn from random numbers, and what is asked at some of them."""
+"""The interface of a task: random rows of tokens, with targets at some of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-UNASKED = -100  # the target of a token at which nothing is asked
+UNASKED = -100  # target of a token without an answer
 Array = npt.NDArray[np.int64]
 Row = tuple[Array, Array]
 
@@ -18,9 +18,9 @@ class Task:
     """A task with its options.
 
     Args:
-        words: what each token is called; there are as many tokens.
-        draw: a row of T tokens and their targets, int64 [T] each, -100 where nothing is asked; at least one is asked.
-            It raises ValueError where T does not suit the task.
+        words: the name of each token of the vocabulary.
+        draw: a function of a generator and T that returns a row's tokens and targets, int64 [T] each, -100 where
+            nothing is asked; at least one answer is asked. It raises ValueError where T does not suit the task.
         length: a usual T.
     """
 
@@ -30,20 +30,20 @@ class Task:
 
 
 class Examples:
-    """Rows of a task by index: a row depends on the seed, its index, the side and the length alone.
+    """Rows of a task by index; a row is a function of the seed, its index, the split and the length.
 
     Args:
-        task: what is drawn.
+        task: the task.
         length: tokens in a row.
-        seed: at least 0.
-        held_out: the side that is drawn from other random numbers than training.
+        seed: seed of the rows, at least 0.
+        held_out: whether rows are of the held-out split, with other random numbers.
     """
 
     def __init__(self, task: Task, length: int, seed: int = 0, *, held_out: bool = False):
         self.task, self.length, self.seed, self.held_out = task, length, seed, held_out
 
     def __getitem__(self, index: int) -> Row:
-        """Tokens and targets of row `index >= 0`, int64 [T] each, -100 where nothing is asked."""
+        """The tokens and targets of row `index >= 0`, int64 [T] each, -100 where nothing is asked."""
         if index < 0:
             raise IndexError(f"row index must be at least 0, got {index}")
         return self.task.draw(np.random.default_rng([self.seed, int(self.held_out), index]), self.length)
@@ -55,7 +55,7 @@ class Examples:
 
 
 def checked(name: str, task: Task) -> Callable[[np.random.Generator, int], Row]:
-    """What draws the rows of a task of somebody's own, and refuses those that are none, with the task's name."""
+    """A function that draws rows of a user's task and raises, with the task's name, for invalid ones."""
 
     def draw(random: np.random.Generator, T: int) -> Row:
         row = task.draw(random, T)
@@ -72,14 +72,14 @@ def checked(name: str, task: Task) -> Callable[[np.random.Generator, int], Row]:
 
 
 def asked(tokens: Array, places: Array | slice, answers: Array) -> Row:
-    """A row whose answers are asked for at these places and nowhere else."""
+    """A row of ``tokens`` whose targets are ``answers`` at ``places`` and -100 elsewhere."""
     targets = np.full_like(tokens, UNASKED)
     targets[places] = answers
     return tokens, targets
 
 
 def asked_last(before: Array, answers: Array) -> Row:
-    """A row that ends in a question, which its answers follow: each is asked for at the token before it."""
+    """A row of ``before`` and all ``answers`` but the last; each answer is the target of the token before it."""
     tokens = np.concatenate([before, answers[:-1]])
     return asked(tokens, slice(len(before) - 1, None), answers)
 
