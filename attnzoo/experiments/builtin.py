@@ -1,4 +1,4 @@
-"""The configurations that come along, found by name."""
+"""The built-in configurations, found by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def built_in(command: str) -> dict[str, Path]:
 
 
 def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
-    """What ``config`` means: a file of that path, else the built-in one of that name, else a preset's settings.
+    """The configuration that ``config`` names: a file of that path, else a built-in one, else a preset's settings.
 
     Args:
         config: path or name.
-        command: whose configuration is wanted, ``train`` (the presets of :mod:`attnzoo.models.presets` are for it) or
+        command: the command that reads it, ``train`` (for which there are presets, :mod:`attnzoo.models.presets`) or
             ``compare``.
 
     Raises:

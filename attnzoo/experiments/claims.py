@@ -1,4 +1,4 @@
-"""What is expected of the runs of an experiment, and the tests that say whether it was seen.
+"""Claims about the runs of an experiment, and the statistical tests that decide whether they were seen.
 
 A claim is tested against its opposite, one-sidedly, over the seeds: Student's t for one set of runs against a number
 (or against values of the same runs, or of runs that start from the same weights, in pairs), Welch's t for two sets of
@@ -40,12 +40,12 @@ UNDECIDED: Word = "undecided"
 
 @dataclass(frozen=True)
 class Value:
-    """A number of each run of an arm.
+    """A measured number of each run of an arm.
 
     Args:
-        arm: whose runs.
-        probe: what is measured of them.
-        at: the place, among those of the probe; None for the largest.
+        arm: name of the arm.
+        probe: name of the probe that measures the number.
+        at: the place of the probe; None for the largest.
     """
 
     arm: str
@@ -59,35 +59,35 @@ class Value:
         return f"{self.arm}{'' if self.at is None else f' at {self.at:g}'}"
 
 
-Values = Callable[[Value], Array]  # the number of every run, in the order of the seeds, [seeds]
+Values = Callable[[Value], Array]  # a value -> the numbers of its runs by seed, [seeds]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim, and the numbers behind it in words."""
+    """The outcome of a claim, with the numbers behind it in words."""
 
     word: Word
     why: str
 
 
 class Claim(Protocol):
-    """Something that runs may show or not."""
+    """A statement about runs that a test may confirm."""
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """What it is about."""
+        """The values that the claim is about."""
 
     def judge(self, of: Values) -> Verdict:
-        """Whether the runs show it."""
+        """The verdict of the claim; ``of`` gives the numbers of a value's runs."""
 
 
 @dataclass(frozen=True)
 class _Limited:
-    """A value's mean over the seeds beside a limit."""
+    """A claim about a value's mean over the seeds and a limit."""
 
     value: Value
     limit: float
-    sign: ClassVar[int]  # of the differences from the limit that are claimed
+    sign: ClassVar[int]  # claimed sign of the value minus the limit
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), _Limited.__annotations__)
@@ -104,27 +104,27 @@ class _Limited:
 
 @dataclass(frozen=True)
 class AtMost(_Limited):
-    """A value's mean over the seeds is below a limit."""
+    """The claim that a value's mean over the seeds is below a limit."""
 
     sign = -1
 
 
 @dataclass(frozen=True)
 class AtLeast(_Limited):
-    """A value's mean over the seeds is above a limit."""
+    """The claim that a value's mean over the seeds is above a limit."""
 
     sign = 1
 
 
 @dataclass(frozen=True)
 class Below:
-    """One value is below another in the mean over the seeds; two values of one arm are compared run by run.
+    """The claim that one value's mean over the seeds is below another's; values of one arm are compared run by run.
 
     Args:
-        lower: the one.
-        higher: the other.
-        by: the difference is larger than that.
-        paired: the runs of two arms are compared seed by seed, too: they start from the same weights.
+        lower: the value claimed to be lower.
+        higher: the other value.
+        by: the least difference.
+        paired: whether runs of two arms are compared seed by seed, as they start from the same weights.
     """
 
     lower: Value
@@ -154,7 +154,7 @@ class Below:
 
 @dataclass(frozen=True)
 class All:
-    """Several claims at once: seen if all of them are, not seen if one of them is not."""
+    """The conjunction of several claims: seen if all are seen, not seen if one is not."""
 
     claims: tuple[Claim, ...]
 
@@ -173,7 +173,7 @@ class All:
 
 
 def in_order(*values: Value, by: float = 0.0) -> All:
-    """Each value is below the next one.
+    """The claim that each value is below the next one.
 
     Args:
         values: at least two, the lowest first.
@@ -189,16 +189,17 @@ def in_order(*values: Value, by: float = 0.0) -> All:
 
 @dataclass(frozen=True)
 class Correlated:
-    """Gains over a base on one side grow with those on the other: a positive correlation of the means over the seeds,
-    which stays positive whichever pair is left out.
+    """The claim that gains over a base on one side correlate with those on the other.
+
+    The correlation of the means over the seeds must be positive, also without any one pair.
 
     Args:
-        bases: on the one side and on the other; smaller values are better.
-        pairs: further arms on the one side, with theirs on the other.
-        probe: what is measured of them.
-        parts: of each pair, by name; none where each is a part of its own. What is counted are relabellings of parts.
-        text: a probe of the same number in stretches of the text, and how many; then the correlation is said with the
-            middle 95% of what it is where seeds and stretches are drawn anew.
+        bases: the base arms of both sides; smaller values are better.
+        pairs: pairs of further arms, one of each side.
+        probe: name of the probe.
+        parts: the parts of each pair by name, whose relabellings the test counts; empty: each pair is its own part.
+        text: a probe of the same number per stretch of the text, and the number of stretches, for a bootstrapped 95%
+            interval of the correlation.
 
     Raises:
         ValueError: parts of another number of pairs, more than 8 of them, or so few that no correlation is ever seen.
@@ -228,7 +229,7 @@ class Correlated:
         return tuple(Value(arm, probe) for probe in probes for arm in arms)
 
     def gains(self, of: Values) -> tuple[Array, Array]:
-        """What each pair gains over the bases, by seed, ``[pairs, seeds]`` for either side."""
+        """The gain of each pair over the bases by seed, ``[pairs, seeds]`` for both sides."""
         one, other = (
             np.stack(
                 [of(Value(self.bases[side], self.probe)) - of(Value(pair[side], self.probe)) for pair in self.pairs]
@@ -253,7 +254,8 @@ class Correlated:
         return Verdict(SEEN if seen else NOT_SEEN if not_seen else UNDECIDED, why)
 
     def _interval(self, of: Values) -> str:
-        """The middle 95% of the correlation over seeds and stretches of text, in words; "" where nothing says them."""
+        """The bootstrapped 95% interval of the correlation over seeds and stretches of text, in words; "" without
+        ``text``."""
         if self.text is None:
             return ""
         probe, count = self.text
@@ -267,7 +269,7 @@ class Correlated:
 
 
 def power(claim: Claim, seeds: int) -> list[str]:
-    """What so many seeds see of a claim, by simulation, in words: a line for each kind of test."""
+    """The power of a claim's tests with ``seeds`` seeds, by simulation, in words: a line for each kind of test."""
     if isinstance(claim, All):
         return list(dict.fromkeys(line for each in claim.claims for line in power(each, seeds)))
     if isinstance(claim, Correlated):
@@ -286,7 +288,7 @@ def power(claim: Claim, seeds: int) -> list[str]:
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:
-    """Whether a difference is above 0."""
+    """The verdict on whether a difference is above 0, by Student's t."""
     if not np.isfinite([difference, error]).all() or freedom < 1:
         return Verdict(UNDECIDED, f"{what}; no test without two runs that ended well")
     t = difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0

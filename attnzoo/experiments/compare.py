@@ -1,4 +1,4 @@
-"""Several variants on the same data and budget, measured alike, and one report about them."""
+"""Comparison of several variants trained on the same data and budget, with one report."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluateConfig:
-    """What is measured of each trained model.
+    """The configuration of the measurements of each trained model.
 
     Args:
-        length_factor: windows of this many training contexts.
-        tokens: held-out tokens, the same ones for every variant.
+        length_factor: length of the windows in training contexts.
+        tokens: number of held-out tokens, the same ones for every variant.
         batch_size: windows per forward pass.
         block: rows and keys per block when pruning is measured.
 
@@ -75,7 +75,7 @@ class EvaluateConfig:
 
 @dataclass
 class CompareConfig:
-    """Variants that share one training configuration.
+    """The configuration of a comparison: variants that share one training configuration.
 
     An entry of `variants` is a name, or `{name: fox, options: {acp: true}, label: fox (acp)}`: `options` are added to
     `train.model.attention_options`, and `label` is what the report shows; entries with one `group`, a few words such as
@@ -84,10 +84,10 @@ class CompareConfig:
 
     Args:
         title: the report's heading.
-        output_dir: where the runs and `report.html` go.
-        variants: what is compared, as above.
-        train: what the runs share.
-        evaluate: how they are measured.
+        output_dir: folder of the runs and of `report.html`.
+        variants: the variants to compare, as above.
+        train: the shared training configuration.
+        evaluate: the measurements.
     """
 
     title: str = "comparison"
@@ -99,7 +99,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run to make: ``key`` names its folder, ``label`` is what a reader sees, beside the others of ``group``."""
+    """A run of a comparison: ``key`` names its folder, ``label`` is shown, beside the other runs of ``group``."""
 
     key: str
     label: str
@@ -127,10 +127,10 @@ def plan(config: CompareConfig) -> list[PlannedRun]:
 
 
 def check_own(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Refuse what each of the variants has of its own, where a comparison's file or overrides name it.
+    """Raise where a comparison's file or overrides set a field that each variant sets itself.
 
     Raises:
-        ValueError: they do.
+        ValueError: such a field is set.
     """
     file = dict(path) if isinstance(path, Mapping) else read_yaml(Path(path).read_text(encoding="utf-8"))
     for settings in (file, read_settings(overrides)):
@@ -154,7 +154,8 @@ def _plan_one(config: CompareConfig, entry: object) -> PlannedRun:
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     for key in ("label", "group"):
         words = entry.get(key)
-        if isinstance(words, bool) or not isinstance(words, str | int | None):  # 1.10 comes as 1.1, no as False
+        # YAML reads 1.10 as 1.1, and no as False
+        if isinstance(words, bool) or not isinstance(words, str | int | None):
             raise ValueError(f"variants: expected words in quotes as {key} of {variant}, got {words!r}")
     given = entry.get("label")
     label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
@@ -174,13 +175,13 @@ def _plan_one(config: CompareConfig, entry: object) -> PlannedRun:
 
 
 def run_comparison(config: CompareConfig, console: Console, command: str = "", jobs: int = 1) -> Path:
-    """Train what is not trained yet, measure what is not measured yet, print a table and write the report.
+    """Train and measure the runs that are not finished, print a table and write the report.
 
     Args:
-        config: what to compare.
-        console: where progress and the table go.
+        config: the comparison.
+        console: the console for progress and the table.
         command: the command line, for the report.
-        jobs: runs at a time, each in a process of its own if there are several.
+        jobs: the number of runs at a time, each in its own process if there are several.
 
     Returns:
         The report, ``report.html`` in ``config.output_dir``.
@@ -196,8 +197,8 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     for run in runs:
         check_folder(Path(run.config.output_dir))
     data = build_data(config.train.data)
-    _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
-    for run in runs:  # what is wrong with the last variant must not show after an hour
+    _windows(data, config.train, config.evaluate)  # refuse a text too short to measure before training
+    for run in runs:  # refuse a faulty variant before any training
         try:
             check_run(run.config, data)
         except ValueError as error:
@@ -219,19 +220,20 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
 
 
 def _trained(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
-    """The result of a run, which is trained and measured unless it is already."""
-    torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
+    """The result of a run, after training and measuring it where that is not done."""
+    torch.set_flush_denormal(True)  # as in training, for runs that are only evaluated
     train(run.config)
     return _measured(run, evaluate, data, command)
 
 
 def _trained_apart(run: PlannedRun, evaluate: EvaluateConfig, command: str) -> RunResult:
-    """The same in a process of its own, which maps the data instead of getting a copy."""
+    """The result of a run trained in its own process, which memory-maps the data itself."""
     return _trained(run, evaluate, build_data(run.config.data), command)
 
 
 def _measured(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
-    """The result of a trained run: read when its checkpoint was measured like this before, else measured and saved."""
+    """The result of a trained run: read if its checkpoint was measured with these settings before, else measured and
+    saved."""
     run_dir = Path(run.config.output_dir)
     saved, newest = _saved_result(run_dir), newest_checkpoint(run_dir)
     if saved is not None and newest is not None:
@@ -240,13 +242,13 @@ def _measured(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: st
         if known == wanted and saved.facts.checkpoint == identity(newest):
             return saved
     save_result(measure(run, evaluate, data, command), run_dir)
-    return load_result(run_dir)  # what is shown now is what a later report will show
+    return load_result(run_dir)  # the saved numbers, which later reports show too
 
 
 def result_of(run_dir: Path) -> RunResult:
-    """What is known of any run: read when its newest checkpoint was measured before, else measured and saved.
+    """The result of any run: read if its newest checkpoint was measured before, else measured and saved.
 
-    A run that was measured before, at another checkpoint, is measured in the same way again.
+    A run that was measured at an earlier checkpoint is measured again with the same settings.
 
     Raises:
         FileNotFoundError: no run in that folder, none that has reached its first checkpoint, or its data are gone.
@@ -256,7 +258,7 @@ def result_of(run_dir: Path) -> RunResult:
     """
     newest = newest_checkpoint(run_dir)
     if newest is None and (run_dir / JSON_NAME).is_file():
-        return load_result(run_dir)  # without its checkpoints, this is all that is left of the run
+        return load_result(run_dir)  # the saved result of a run whose checkpoints were deleted
     saved = _saved_result(run_dir)
     if saved is not None and newest is not None and saved.facts.checkpoint == identity(newest):
         return saved
@@ -285,7 +287,7 @@ def result_of(run_dir: Path) -> RunResult:
 
 
 def _saved_result(run_dir: Path) -> RunResult | None:
-    """What was measured before; None when nothing was, or when it cannot be read, which is said."""
+    """The saved result of a run; None where there is none, or where it cannot be read, which is logged."""
     try:
         return load_result(run_dir)
     except FileNotFoundError:
@@ -296,7 +298,7 @@ def _saved_result(run_dir: Path) -> RunResult | None:
 
 
 def _settings(config: TrainConfig, evaluate: EvaluateConfig) -> str:
-    """All that decides what is measured of a checkpoint, as YAML."""
+    """The settings that determine a checkpoint's measurements, as YAML."""
     return to_yaml(config) + "evaluate:\n" + "".join(f"  {line}\n" for line in to_yaml(evaluate).splitlines())
 
 
@@ -316,12 +318,12 @@ def _digest(windows: Tensor) -> str:
 
 
 def measure(run: PlannedRun, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
-    """Evaluate the newest checkpoint of a run that is whole.
+    """The result of measuring a run's newest whole checkpoint.
 
     Args:
         run: a run that has a checkpoint.
-        evaluate: how to measure it.
-        data: what it was trained on.
+        evaluate: the measurements.
+        data: the data that it was trained on.
         command: the command line, for the report.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What an experiment is: models that differ in one thing, one budget for all, what is measured, what is expected.
+"""The declaration of an experiment: arms that differ in one thing, one budget for all, probes, and expectations.
 
-The built-in ones are the files of `attnzoo.experiments.catalogue`; each ends in ``EXPERIMENT``, and so does a file of
-your own.
+The built-in experiments are the files of `attnzoo.experiments.catalogue`. Each defines ``EXPERIMENT``, and so does a
+user's file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CATALOGUE = Path(__file__).parent / "catalogue"
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the models that are compared.
+    """An arm: one of the models that an experiment compares.
 
     Args:
-        name: what a reader sees; it also names the folders of its runs.
-        variant: of its layers: what `model.attention` may be.
-        options: of its layers, beside those of all arms.
-        settings: `key=value` of the training, after those of the size.
-        lrs: the learning rates it is tried at, where they are not the size's.
-        after: an arm before this one, with one learning rate: from the weights of its run with the same seed.
-        at: size -> options of its layers there, in the place of those of the same name.
+        name: shown in reports; it also names the folders of its runs.
+        variant: the layers' variants, a value of `model.attention`.
+        options: options of its layers, beside those of all arms.
+        settings: `key=value` of the training, which override the size's.
+        lrs: the learning rates to try, where they are not the size's.
+        after: an earlier arm with one learning rate, from whose run with the same seed its weights start.
+        at: size -> options of its layers at that size, which override ``options``.
     """
 
     name: str
@@ -52,16 +52,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Size:
-    """What an experiment costs, the same for every arm.
+    """The budget of an experiment, the same for every arm.
 
     Args:
         settings: `key=value` of the training: model, data, steps.
-        lrs: the learning rates that every arm is tried at, with the first seed.
-        tries: `key=value` of the trainings that only try a learning rate, behind `settings`, such as fewer steps. With
-            them rates are searched: beyond `lrs`, along 1, 2, 5, 10, ..., until the best has a worse one on both sides.
-        rows: of a task, that each probe asks.
-        tokens: of held-out text, that each probe reads.
-        after: `key=value` of the training of arms that start from others, behind `settings`.
+        lrs: the learning rates to try for every arm, with the first seed.
+        tries: `key=value` of trainings that only try a learning rate, added to `settings`, such as fewer steps. With
+            `tries` the search continues beyond `lrs`, along 1, 2, 5, 10, ..., until the best rate has a worse one on
+            both sides.
+        rows: number of a task's rows that each probe asks.
+        tokens: number of held-out tokens that each probe reads.
+        after: `key=value` of the training of arms that start from others, added to `settings`.
     """
 
     settings: tuple[str, ...]
@@ -80,13 +81,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What is expected, and by whom.
+    """An expectation of an experiment's outcome, with its source.
 
     Args:
-        text: in a sentence.
-        source: paper, with the table, figure or section.
-        claim: what the runs must show.
-        sizes: at which it is judged; none for all.
+        text: the expectation in a sentence.
+        source: the paper, with the table, figure or section.
+        claim: the claim about the runs.
+        sizes: sizes at which it is judged; empty for all.
     """
 
     text: str
@@ -123,7 +124,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Overlay:
-    """Numbers of several arms in one picture, with their standard errors over the seeds.
+    """A figure of several arms' numbers, with standard errors over the seeds.
 
     Args:
         title: above it.
@@ -139,18 +140,18 @@ class Overlay:
 
     @property
     def values(self) -> list[Value]:
-        """What it shows."""
+        """The values that it shows."""
         return [Value(arm, probe) for _, arm, *probes in (*self.curves, *self.points) for probe in probes]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A result that is kept in the documentation.
+    """A recorded result in the documentation.
 
     Args:
-        size: of the experiment.
+        size: size of the experiment.
         date: as 2026-01-31.
-        machine: what it ran on.
+        machine: the machine that it ran on.
         result: the file in docs/results.
         tried: what else was tried where a claim was not seen, or was decided after the numbers were in.
         lacks: arms that came after it, of which it has no runs.
@@ -169,7 +170,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Models, budgets, measurements, expectations.
+    """An experiment: arms, budgets, probes and expectations.
 
     Args:
         title: the heading of its page.
@@ -228,7 +229,7 @@ class Experiment:
                     raise unknown("lacks", name, self.arm_names, of=f"the result {each.result!r}")
 
     def _check_sizes(self) -> None:
-        """Those that arms and expectations name are there."""
+        """Raise where arms or expectations name an unknown size."""
         named = [(size, f"the expectation {each.text!r}") for each in self.expectations for size in each.sizes]
         named += [(size, f"the arm {arm.name!r}") for arm in self.arms for size in arm.at]
         for size, of in named:
@@ -236,7 +237,7 @@ class Experiment:
                 raise unknown("size", size, self.sizes, of=of)
 
     def _check_values(self) -> None:
-        """The arms, probes and places that claims and pictures are about are there."""
+        """Raise where claims or figures name an unknown arm, probe or place."""
         claimed = [value for expectation in self.expectations for value in expectation.claim.values]
         gridded = [Value(arm, grid.probe, grid.at) for grid in self.grids for row in grid.arms for arm in row if arm]
         shown = [value for overlay in self.overlays for value in overlay.values]
@@ -267,12 +268,12 @@ class Experiment:
 
 
 def rate_in_words(lr: float) -> str:
-    """A learning rate in six digits where these are all, else in as many as tell it from every other."""
+    """A learning rate in six digits if these are exact, else in all digits."""
     return f"{lr:g}" if float(f"{lr:g}") == lr else repr(float(lr))
 
 
 def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
-    """What an arm is and how it is trained, where other arms may differ, in words: at a size, or at all of them."""
+    """A description of an arm's layers and training as far as arms differ, at a size or at all sizes."""
     given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options_at(size)}.items()]
     rates = [f"learning rates {', '.join(map(rate_in_words, arm.lrs))}"] if arm.lrs else []
     after = [f"from the weights of {arm.after}"] if arm.after else []
@@ -282,7 +283,7 @@ def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
 
 
 def cost_of(experiment: Experiment, name: str) -> str:
-    """The settings, learning rates and measurements of a size, in words."""
+    """A description of the settings, learning rates and measurements of a size."""
     size = find_size(experiment, name)
     kinds = {getattr(probe, "task", None) for probe in experiment.probes}
     words = f"{' '.join((*experiment.settings, *size.settings))}; "
@@ -296,7 +297,7 @@ def cost_of(experiment: Experiment, name: str) -> str:
 
 
 def meanings_of(experiment: Experiment) -> dict[str, str]:
-    """What is measured: the beginning of a probe's docstring -> the names of such probes, with their options."""
+    """The first paragraph of each probe class's docstring -> the names of its probes, with their options."""
     found: dict[str, list[str]] = {}
     for probe in experiment.probes:
         words = " ".join((inspect.getdoc(type(probe)) or "").partition("\n\n")[0].replace("``", "`").split())
@@ -314,7 +315,7 @@ def _options_of(probe: Probe) -> str:
 
 
 def names() -> list[str]:
-    """The built-in experiments."""
+    """The names of the built-in experiments."""
     return sorted(path.stem for path in CATALOGUE.glob("*.py") if path.stem != "__init__")
 
 

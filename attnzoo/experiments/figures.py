@@ -48,14 +48,14 @@ DASHES: dict[str, tuple[tuple[float, ...], ...]] = {
     "softmax": ((), (8, 1.5, 1.5, 1.5)),
     "linear": ((4.5, 2), (1.5, 1.5)),
 }
-NAME = 40  # characters of a name that a figure shows
+NAME = 40  # most characters of a name in a figure
 NAME_LINE = 12.0  # points from one name to the next above it
-ROW = 400.0  # points that a row of dots is wide, with 8 on either side
+ROW = 400.0  # width in points of a row of dots, with 8 on either side
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a variant is drawn: in the hue of its pair, solid on the softmax side, dashed on the linear side."""
+    """The look of a variant in figures: its pair's hue, solid on the softmax side, dashed on the linear side."""
 
     color: str
     dash: tuple[float, ...]
@@ -87,7 +87,8 @@ class Dot:
 
 
 def kind_of(variants: Sequence[str]) -> tuple[str, int, str]:
-    """Side, number of the pair and dual of a model; one of several variants has a number of its own and no dual."""
+    """The side, the pair's number and the dual of a model; a model of several variants has its own number and no
+    dual."""
     if len(variants) > 1:
         side = "softmax" if any(registry.get(name).side == "softmax" for name in variants) else "linear"
         return side, len(registry.pairs()) + 1, ""
@@ -166,9 +167,9 @@ def curves(
 
 
 def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
-    """A row per pair of duals, a dot per variant with its standard error.
+    """A figure with a row per pair of duals and a dot per variant with its standard error.
 
-    Names that would collide stand above each other, and their row takes so much more.
+    Names that would overlap are put on several lines, which makes their row higher.
 
     Args:
         rows: the dots of each pair, none empty.
@@ -217,8 +218,8 @@ def _ends(dot: Dot) -> list[float]:
 
 
 def _names(row: Sequence[Dot], low: float, high: float) -> list[tuple[float, int, bool]]:
-    """Where the name of each dot stands: its middle as a share of the width, on which line, and whether below."""
-    lines: dict[bool, list[float]] = {False: [], True: []}  # where the last name on each line ends
+    """The place of each dot's name: its middle as a share of the width, its line, and whether it is below the dot."""
+    lines: dict[bool, list[float]] = {False: [], True: []}  # the end of the last name on each line
     found = {}
     for number in sorted(range(len(row)), key=lambda number: row[number].value):
         dot = row[number]
@@ -232,15 +233,15 @@ def _names(row: Sequence[Dot], low: float, high: float) -> list[tuple[float, int
 
 
 def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int = 1) -> Figure:
-    """One forget-gate matrix, queries downwards and keys to the right, with the pruning boundaries on it.
+    """A figure of one forget-gate matrix, queries downwards and keys to the right, with pruning boundaries.
 
     Colours are logarithmic, from e^-10 (or less) to 1.
 
     Args:
         decay: exp(d_tj), ``[S, S]``, in [0, 1].
         length: tokens that the S samples span.
-        cuts: per bound, the first kept key of each block of rows, ``[blocks]``; everything to its left is
-            pruned. The first bound is drawn solid, the others dashed.
+        cuts: per bound, the first computed key of each block of rows, ``[blocks]``; everything to its left is pruned.
+            The first bound is drawn solid, the others dashed.
         block: rows per block.
     """
     figure = Figure(figsize=(160 / 72, 160 / 72))
@@ -261,7 +262,7 @@ def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int =
 
 
 def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> Figure:
-    """Share of the blocks kept per head: a bar per head and bound, the first bound filled.
+    """A figure of the computed share of blocks: a bar per head and bound, the first bound filled.
 
     Args:
         heads: a name per head.
@@ -291,16 +292,16 @@ def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> 
 
 
 def written(figure: Figure, name: str, transparent: bool = False) -> str:
-    """The file of a figure as SVG, the same each time; its text is shown by the fonts of who reads it.
+    """A figure as reproducible SVG text, whose labels use the reader's fonts.
 
     Args:
         figure: any matplotlib figure.
-        name: what seeds its ids.
+        name: seed of the ids.
         transparent: without a background.
     """
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a font that is not used
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # that font is not used
         figure.savefig(buffer, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
@@ -338,7 +339,7 @@ def panel(width: float, height: float, left: float = 42, bottom: float = 34) -> 
 
 
 def quiet(axes: Axes) -> None:
-    """Take from axes what a reader does not need."""
+    """Remove the frame and ticks that a reader does not need from axes."""
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -350,7 +351,7 @@ def quiet(axes: Axes) -> None:
 
 
 def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
-    """Write each label right of its curve's end, pushed apart where they would collide."""
+    """Write each label right of its curve's end, moved apart where labels would overlap."""
     box = axes.get_position()
     longest = min(max([characters, *(len(line.label) for line in lines)]), NAME)
     width = axes.figure.get_figwidth() * 72  # type: ignore[union-attr]
@@ -371,7 +372,7 @@ def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: 
 
 
 def shortened(name: str) -> str:
-    """A name as a figure shows it: of a long one its beginning and its end."""
+    """A name in a figure: of a long one its beginning and its end."""
     return name if len(name) <= NAME else f"{name[: NAME - 16]}…{name[-15:]}"
 
 

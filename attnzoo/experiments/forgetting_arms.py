@@ -1,4 +1,5 @@
-"""What the experiments on forgetting share: the rules of their probes, and arms that train forget networks alone."""
+"""Parts shared by the experiments on One-Pass Forgetting: rules for probes, and arms that train forget networks
+alone."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +14,11 @@ def network(
     name: str, after: str, settings: tuple[str, ...] = ALONE, at: Mapping[str, Mapping[str, object]] | None = None,
     **options: object,
 ) -> Arm:  # fmt: skip
-    """Forget networks beside the weights of another arm, which is named by its variant; by default in one phase.
+    """An arm that trains forget networks beside the frozen weights of the arm ``after``, by default in one phase.
 
     Args:
-        at: size -> options of the network there.
-        options: of the network, beside those that all have.
+        at: size -> options of the network at that size.
+        options: options of the network, beside those of all arms.
     """
     given = {"window": 2, "width": 16, **options}
     own = {size: {"forgetting": {**given, **changed}} for size, changed in (at or {}).items()}
@@ -25,7 +26,7 @@ def network(
 
 
 def reaching(tokens: int) -> float:
-    """The discount that looks so many tokens ahead: the mean distance of what it weighs."""
+    """The discount gamma with which utility looks ``tokens`` tokens ahead on average."""
     return 1 - 1 / tokens
 
 
@@ -53,9 +54,9 @@ def on_gpu(context: int, heads: int, rows: int, tokens: int, after: tuple[str, .
 
     Args:
         context: tokens of a row.
-        heads: of a layer. What forget networks learn from costs context^2 times heads at each of their steps.
-        rows: in a batch.
-        tokens: of held-out text, that each probe reads.
+        heads: heads of a layer. The targets of forget networks cost context^2 times heads per step.
+        rows: rows of a batch.
+        tokens: held-out tokens that each probe reads.
         after: `key=value` of the networks' training.
     """
     return Size(
@@ -76,7 +77,7 @@ def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
 
     Args:
         ahead: tokens that the discount looks ahead at size `gpu`; on a CPU 20.
-        lr: of the arm that trains all weights on.
+        lr: learning rate of the arm that continues training all weights.
     """
 
     def arm(name: str, *settings: str, at: Mapping[str, Mapping[str, object]] | None = None, **options: object) -> Arm:
@@ -102,12 +103,12 @@ def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
 
 
 def one_thing_changed(axis: str, network: str, rules: tuple[tuple[str, str], ...]) -> tuple[Overlay, ...]:
-    """Pictures of :func:`part_by_part`.
+    """Figures of the arms of :func:`part_by_part`.
 
     Args:
-        axis: what the numbers are.
+        axis: label of the numbers' axis.
         network: the probe of the networks.
-        rules: label and probe of what the arm `rope` loses by other rules.
+        rules: label and probe of the arm `rope` with other rules of eviction.
     """
     return tuple(
         Overlay(

@@ -1,4 +1,4 @@
-"""What is measured while a head may hold only so many keys: losses, answers, and what a head holds."""
+"""Probes of models whose heads hold a limited number of keys: losses, answers, and held keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnzoo.experiments.probes import Probed, examples_of, wrong_share
 
 @dataclass(frozen=True)
 class _Within:
-    """A number by how many keys a head may hold; see :class:`AddedLoss`."""
+    """The base of probes whose places are limits of a head's keys; see :class:`AddedLoss`."""
 
     name: str
     rule: str

@@ -1,4 +1,5 @@
-"""What the folder of an experiment holds of its runs, by what decides them: settings, text, probes."""
+"""The runs in an experiment's folder, and whether their numbers are still valid: of the same settings, text and
+probes."""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ MEASURED = "measured.json"
 
 
 def finished(plan: Schedule, experiment: Experiment, arm: Arm) -> tuple[list[Trained], list[Trained]]:
-    """What the folder holds of an arm: the runs that tried a learning rate, and if those are all there, the measured
-    ones."""
+    """The finished runs of an arm: those that tried a learning rate, and, if these are complete, the measured ones."""
     rates = plan.grid(experiment, arm)
     tried = tried_of(plan, experiment, arm)
     seeds = range(plan.seeds) if len(rates) == 1 or not untried(plan, experiment, arm) else ()
@@ -39,7 +39,7 @@ def finished(plan: Schedule, experiment: Experiment, arm: Arm) -> tuple[list[Tra
 
 
 def tried_of(plan: Schedule, experiment: Experiment, arm: Arm) -> list[Trained]:
-    """The runs in the folder that tried a learning rate of an arm, by rate: of its grid, and of the search beyond."""
+    """The finished runs that tried a learning rate of an arm, by rate: the grid's, and those of the search beyond."""
     rates, found = list(plan.grid(experiment, arm)), list[Trained]()
     tries = len(rates) > 1
     for lr in rates:
@@ -52,7 +52,7 @@ def tried_of(plan: Schedule, experiment: Experiment, arm: Arm) -> list[Trained]:
 
 
 def untried(plan: Schedule, experiment: Experiment, arm: Arm) -> list[float]:
-    """The learning rates to try of an arm before its best is known: those of its grid, then one of the search."""
+    """The learning rates still to try for an arm: those of its grid, then one at a time of the search."""
     tried = tried_of(plan, experiment, arm)
     missing = [lr for lr in plan.grid(experiment, arm) if lr not in [run.lr for run in tried]]
     if missing or not find_size(experiment, plan.size).tries:
@@ -62,9 +62,9 @@ def untried(plan: Schedule, experiment: Experiment, arm: Arm) -> list[float]:
 
 
 def further(tried: Sequence[Trained]) -> float | None:
-    """The learning rate to try next, where the best of some is the largest or the smallest: along 1, 2, 5, 10, ...
+    """The next learning rate of a search along 1, 2, 5, 10, ..., where the best so far is the largest or smallest.
 
-    None where the best lies between two, or none of them ended well.
+    None where the best lies between two others, or where all runs diverged.
     """
     rates, best = sorted(run.lr for run in tried), chosen(tried)
     if all(math.isinf(run.validation) for run in tried) or rates[0] < best < rates[-1]:
@@ -78,7 +78,7 @@ def further(tried: Sequence[Trained]) -> float | None:
 def place(
     plan: Schedule, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False
 ) -> tuple[Path, str]:
-    """The folder of a run, and the key of what is to be measured of it."""
+    """The folder of a run, and the key of its settings and probes."""
     config = plan.config(experiment, arm, lr, seed, tries)
     key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
     if arm.after:
@@ -88,13 +88,13 @@ def place(
 
 
 def place_before(plan: Schedule, experiment: Experiment, arm: Arm, seed: int) -> tuple[Path, str]:
-    """The same of the run whose weights an arm's run starts from."""
+    """The folder and key of the run from whose weights an arm's run starts."""
     before = experiment.arm(arm.after)
     return place(plan, experiment, before, plan.grid(experiment, before)[0], seed)
 
 
 def known_run(folder: Path, key: str) -> Trained | None:
-    """What was measured of a run before; None if nothing was, or of another run or in another way."""
+    """The saved numbers of a run; None without any, or where they have another key."""
     try:
         return from_json(_kept(folder, key)["run"])
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -102,18 +102,18 @@ def known_run(folder: Path, key: str) -> Trained | None:
 
 
 def weights_of(folder: Path) -> str:
-    """What the newest checkpoint's weights are known by; empty without one."""
+    """The identity of the newest checkpoint's weights; empty without one."""
     checkpoint = newest_checkpoint(folder)
     return "" if checkpoint is None else identity(checkpoint)
 
 
 def weights_measured(folder: Path, key: str) -> str:
-    """What the weights are known by that were measured of a run; empty if none were."""
+    """The identity of the weights that were measured; empty if none were."""
     return str(_kept(folder, key).get("weights", ""))
 
 
 def _kept(folder: Path, key: str) -> dict[str, Any]:
-    """What a run's folder holds of what was measured by this key; nothing if that is damaged."""
+    """The saved record of a run's numbers under this key; empty if there is none or it is damaged."""
     try:
         kept = parse_json((folder / MEASURED).read_text(encoding="utf-8"))
         return kept if kept["key"] == key else {}
@@ -122,8 +122,10 @@ def _kept(folder: Path, key: str) -> dict[str, Any]:
 
 
 def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) -> str:
-    """Of all that decides what a run is and what is measured of it, but its place and that of the run before it: the
-    text, too, since one source may hold another on another machine."""
+    """A digest of a run's settings, text and probes, without folders.
+
+    The text is in it, as one source may hold other text on another machine.
+    """
     config = replace(config, output_dir="-", start_from=after or config.start_from)
     text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
     text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
@@ -131,7 +133,7 @@ def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) ->
 
 
 def _named(probes: Sequence[Probe]) -> str:
-    """Probes with their options, the same in every process: a default repr has the object's place in memory instead."""
+    """The probes with their options, the same text in every process (a default repr has a memory address)."""
     plain = (probe for probe in probes if type(probe).__repr__ is object.__repr__)
     options = [
         {name: value for name in dir(probe) if name[0] != "_" and not callable(value := getattr(probe, name))}
@@ -142,5 +144,5 @@ def _named(probes: Sequence[Probe]) -> str:
 
 @cache
 def _fingerprint(data: str) -> str:
-    """Of what a source holds now; `data` is a DataConfig as JSON."""
+    """The fingerprint of a source's present tokens; `data` is a DataConfig as JSON."""
     return build_data(load_config(json.loads(data), (), DataConfig)).fingerprint

@@ -1,4 +1,4 @@
-"""What an experiment found: the numbers of every run, and the file that they are kept in."""
+"""The outcome of an experiment: the numbers of every run, and their file."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.experiments.statistics import Array
 from attnzoo.files import parse_json, write_whole
 
-BETTER = 4.0  # standard errors of the difference below a guess, so that it is no chance
+BETTER = 4.0  # standard errors by which an error must be below a guess's to count as learnt
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run.
+    """The numbers of one run.
 
     Args:
-        arm: whose.
-        lr: its peak learning rate.
-        seed: of its weights and its data.
+        arm: name of the arm.
+        lr: peak learning rate.
+        seed: seed of weights and data.
         validation: held-out loss at the end of training, nats; infinite where it diverged.
-        values: what each probe measured: probe -> place -> number. Empty where only the learning rate was tried.
-        parameters: that were trained.
-        tokens: trained on.
-        seconds: of training.
-        note: why it has no numbers.
-        date: when it was measured, as 2026-01-31.
-        guesses: how wrong it is to say always the same: probe -> place -> guess. Empty where nothing is asked.
+        values: the probes' numbers: probe -> place -> number. Empty where only the learning rate was tried.
+        parameters: number of trained parameters.
+        tokens: number of training tokens.
+        seconds: time of the training.
+        note: the reason why it has no numbers.
+        date: date of the measurement, as 2026-01-31.
+        guesses: errors of a constant answer: probe -> place -> guess. Empty where no answers are asked.
     """
 
     arm: str
@@ -52,9 +52,9 @@ class Trained:
     guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
 
     def betters(self, probe: str, by: float = BETTER) -> bool:
-        """Whether a number of a probe, at any of its places, is better than a guess by so many standard errors.
+        """Whether a probe's number, at any place, is better than a guess by ``by`` standard errors.
 
-        A guess that is never right by chance has no spread over its rows: what a model has right is uncertain, too.
+        The standard error includes the model's own, as a guess that is never right has none.
         """
         values = self.values.get(probe, {})
         guesses = {place: self.guesses[probe][place] for place in values}
@@ -63,18 +63,18 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs of an experiment.
+    """The outcome of an experiment: the numbers of all runs.
 
     Args:
-        experiment: its name.
-        size: its size.
-        runs: those that were measured, by arm and then by seed.
-        tried: those that chose the learning rates, one seed, by arm and then by rate.
-        date: of the last of them, as 2026-01-31.
-        command: that made them.
-        machine: that they ran on, by name.
-        settings: of the first run, as YAML.
-        planned: runs of each arm that there should be; 0 where nothing says so.
+        experiment: name of the experiment.
+        size: name of the size.
+        runs: the measured runs, by arm and then by seed.
+        tried: the runs that chose the learning rates, of one seed, by arm and then by rate.
+        date: date of the last run, as 2026-01-31.
+        command: the command line.
+        machine: name of the machine.
+        settings: configuration of the first run, as YAML.
+        planned: planned runs per arm; 0 where unknown.
     """
 
     experiment: str
@@ -92,11 +92,11 @@ class Outcome:
         return [run for run in self.runs if run.arm == arm]
 
     def places(self, arm: str, probe: str) -> list[float]:
-        """Where a probe measured the runs of an arm; nowhere if there was nothing to measure."""
+        """The places at which a probe measured the runs of an arm; empty if there was nothing to measure."""
         return sorted({place for run in self.of(arm) for place in run.values.get(probe, {})})
 
     def values(self, value: Value) -> Array:
-        """A number of every run of an arm, in the order of the seeds, ``[seeds]``; nan of a run without it.
+        """The number of every run of an arm by seed, ``[seeds]``; nan for runs without it.
 
         Raises:
             ValueError: a place where nothing was measured.
@@ -110,12 +110,11 @@ class Outcome:
         return np.array(found, dtype=np.float64)
 
     def verdicts(self, experiment: Experiment) -> list[tuple[Expectation, Verdict]]:
-        """What became of each expectation that can be judged at this size."""
+        """The verdict of each expectation that can be judged at this size."""
         return [(each, self.verdict(each.claim)) for each in experiment.judged(self.size)]
 
     def verdict(self, claim: Claim) -> Verdict:
-        """What became of a claim; undecided while runs that it is about are missing, or where no model is better than a
-        guess."""
+        """The verdict of a claim; undecided while its runs are missing, or where no model is better than a guess."""
         missing = self.missing(claim)
         if missing:
             return Verdict(UNDECIDED, "; ".join(missing))
@@ -125,7 +124,7 @@ class Outcome:
         return verdict
 
     def unlearnt(self) -> dict[str, float]:
-        """Probes that no run answers better than a guess, with the share of wrong answers of the guess."""
+        """The probes in which no run is better than a guess, with the guess's share of wrong answers."""
         found = {}
         for probe in {probe: None for run in self.runs for probe in run.guesses}:
             asked = [run for run in self.runs if run.values.get(probe) and run.guesses.get(probe)]
@@ -135,12 +134,12 @@ class Outcome:
         return found
 
     def guess(self, probe: str, place: float) -> float | None:
-        """How wrong a guess is at a place of a probe; None if nothing is asked there, or of each arm something else."""
+        """The error of a guess at a place of a probe; None where no answers are asked, or others of each arm."""
         found = {run.guesses[probe][place].wrong for run in self.runs if place in run.guesses.get(probe, {})}
         return found.pop() if len(found) == 1 else None
 
     def missing(self, claim: Claim) -> list[str]:
-        """Which of the arms that a claim is about have fewer runs than planned, or were not asked it, in words."""
+        """Descriptions of the claim's arms that have fewer runs than planned, or lack the probe."""
         counts = {value.arm: len(self.of(value.arm)) for value in claim.values}
         few = [f"{arm}: {n} of {self.planned} seeds" for arm, n in counts.items() if n < max(self.planned, 1)]
         ended = {arm: [run for run in self.of(arm) if not run.note] for arm in counts}
@@ -174,7 +173,7 @@ def load_outcome(path: Path) -> Outcome:
 
 
 def as_json(run: Trained) -> dict[str, Any]:
-    """A run as what JSON can hold."""
+    """A run as a dict for JSON."""
     values = {probe: [[place, _number(x)] for place, x in found.items()] for probe, found in run.values.items()}
     guesses = {
         probe: [[place, guess.wrong, _number(guess.uncertainty), guess.asked] for place, guess in found.items()]
@@ -184,7 +183,7 @@ def as_json(run: Trained) -> dict[str, Any]:
 
 
 def from_json(kept: Mapping[str, Any]) -> Trained:
-    """What `as_json` made."""
+    """The run of a dict of `as_json`."""
     values = {
         probe: {place: math.nan if x is None else x for place, x in found} for probe, found in kept["values"].items()
     }

@@ -1,4 +1,4 @@
-"""What is run of an experiment: its size, where, how many seeds, and the training of each run."""
+"""The schedule of an experiment: size, folder, seeds and overrides, and the training of each run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "mo
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is run.
+    """The schedule of an experiment's runs.
 
     Args:
-        name: of a built-in experiment, or the path of a file with one.
-        size: its name.
-        out: the folder of its runs and its page.
+        name: name of a built-in experiment, or the path of a file with one.
+        size: name of the size.
+        out: folder of the runs and of the page.
         seeds: runs per arm.
         overrides: `key=value` of the training, for all runs.
         device: `auto` or `cpu`.
-        rates: learning rate of arms by name, where it was chosen before, at another size; those are not searched.
+        rates: arm -> learning rate that was chosen before at another size and is not searched.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Schedule:
         at_least(self, 2, "seeds")
 
     def grid(self, experiment: Experiment, arm: Arm) -> tuple[float, ...]:
-        """The learning rates that an arm is tried at, before any search; of one nothing is tried."""
+        """The learning rates to try for an arm before any search; a single one is used without trying."""
         chosen = self.rates.get(arm.name)
         return (chosen,) if chosen is not None else arm.lrs or find_size(experiment, self.size).lrs
 
     def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False) -> TrainConfig:
-        """The training of one run.
+        """The training configuration of one run.
 
         Args:
-            experiment: whose.
-            arm: of it.
+            experiment: the experiment.
+            arm: the arm.
             lr: the learning rate.
-            seed: of weights and data.
-            tries: whether it only tries the learning rate, and may be shorter.
+            seed: seed of weights and data.
+            tries: whether the run only tries the learning rate, and may be shorter.
         """
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
@@ -107,5 +107,5 @@ def folder_of(arm: Arm) -> str:
 
 
 def device_of(size: str) -> str:
-    """Where a size runs if nothing else is asked: a CPU if its name begins with `cpu`."""
+    """The default device of a size: a CPU if its name begins with `cpu`."""
     return "cpu" if size.startswith("cpu") else "auto"

@@ -1,4 +1,4 @@
-"""What is measured of a trained model in an experiment: a number at each of several places."""
+"""The probes of experiments, which measure a number of a trained model at each of several places."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from attnzoo.models import LanguageModel
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
 
-ROWS_SEED = 1000  # of the rows that are asked: no run validates on them
+ROWS_SEED = 1000  # seed of the rows that are asked, other than those of validation
 
 
 @dataclass(frozen=True)
 class Probed:
-    """A trained run.
+    """A trained run that probes measure.
 
     Args:
-        model: in evaluation mode, where it is to be measured.
-        config: of the run.
-        data: what it was trained on.
-        metrics: of its training.
-        rows: of a task, that a probe asks.
-        tokens: of held-out text, that a probe reads.
+        model: the model in evaluation mode, on the device of the measurement.
+        config: the run's configuration.
+        data: the run's data.
+        metrics: the metrics of its training.
+        rows: number of a task's rows that a probe asks.
+        tokens: number of held-out tokens that a probe reads.
     """
 
     model: LanguageModel
@@ -61,14 +61,13 @@ class Probed:
 
 
 class Probe(Protocol):
-    """What is measured, under which name, and what its places are called (nothing if there is one).
+    """A probe: a measurement with its name and the label of its places ("" if there is one).
 
     A probe may have ``at``, its places, ``task``, whether it asks answers of a task or reads a text, and ``longest``,
-    the training contexts in its longest window of text: then a claim about another place, a run on other data or too
-    short a text is refused before any training. One that asks a task may have
-    ``guess``, with the arguments of ``measure``: how wrong it is to say always the same, for each place. Claims about
-    numbers that are no better than that in any model stay undecided. One with options may have ``check``: given the
-    configuration of a run before any training, it raises ValueError where nothing could be measured.
+    the training contexts in its longest window of text: then a claim about another place, a run on other data or a text
+    that is too short is refused before any training. A probe of a task may have ``guess``, with the arguments of
+    ``measure``: the error of a constant answer for each place; claims stay undecided where no model is better. A probe
+    with options may have ``check``, which raises ValueError for a run's configuration if nothing could be measured.
     """
 
     @property
@@ -81,14 +80,14 @@ class Probe(Protocol):
     def percent(self) -> bool: ...
 
     def measure(self, subject: Probed) -> dict[float, float]:
-        """A number for each place; none where the model has nothing to measure."""
+        """The number at each place; empty where the model has nothing to measure."""
 
 
 class _Asking:
-    """Questions of a task: their options and the length of the rows, in training contexts, for each place."""
+    """The base of probes of a task's answers."""
 
     def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
-        """What each place asks: every probe of answers says its own."""
+        """Place -> the task's options and the length of its rows in training contexts."""
         raise NotImplementedError
 
     def check(self, config: TrainConfig) -> None:
@@ -110,7 +109,7 @@ class _Asking:
 
 
 class ByLength:
-    """Places of a probe that are the lengths of its rows, in training contexts."""
+    """The base of probes whose places are the lengths of rows, in training contexts."""
 
     lengths: tuple[float, ...]
 
@@ -328,7 +327,7 @@ class Speed:
 
 
 def wrong_share(subject: Probed, options: Mapping[str, Any], length: float) -> float:
-    """The share of a task's answers that are wrong, with these options and rows of so many training contexts."""
+    """The share of wrong answers to a task with these options, on rows of ``length`` training contexts."""
     return measure_answers(subject.model, examples_of(subject.config, options, length), subject.rows).error
 
 
@@ -342,5 +341,5 @@ def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) 
 
 
 def text_losses(subject: Probed, factor: float) -> Array:
-    """The loss of every token of held-out windows of so many training contexts, ``[N, length]``."""
+    """The loss of every token of held-out windows of ``factor`` training contexts, ``[N, length]``."""
     return token_losses(subject.model, subject.windows(factor))

@@ -1,4 +1,4 @@
-"""Several trainings at a time, each in a process of its own."""
+"""Several trainings in parallel, each in its own process."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ def apart(
     gpus: int = 1,
     failed: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Do tasks in processes beside this one, ``jobs`` at a time, and yield the label of each that is done.
+    """Run tasks in ``jobs`` processes beside this one, and yield the label of each finished task.
 
-    A process goes on to another task when it is done with one. Each has as many threads as this one has, since a result
-    may depend on their number. They wait for each other without keeping a core busy, which two processes on the same
-    cores would otherwise pay for many times over.
+    A process takes another task when it has finished one. Each has as many threads as this process, since a result may
+    depend on their number. OpenMP threads wait without spinning, which would slow processes on the same cores.
 
     Args:
         tasks: label -> a function of a module and its arguments, as :func:`functools.partial` makes them; what it
             prints is dropped, and progress comes in lines, not as a bar.
         jobs: processes at a time.
-        until: by `time.monotonic`, when the tasks that are left are given up, and those that run told to stop.
+        until: the time by `time.monotonic` at which remaining tasks are dropped and running ones are stopped.
         after: label -> labels of tasks that must be done before; the others start in the order of `tasks`.
-        gpus: how many GPUs the processes are spread over, each of which then sees one of them; 1 leaves them as they
-            are.
-        failed: called with what a task that failed says; the others go on, but for those that wait for it. None: the
-            others are told to stop, as by SIGTERM.
+        gpus: the number of GPUs that the processes are spread over, each of which then sees one; 1 changes nothing.
+        failed: called with the message of a failed task; other tasks continue unless they wait for it. None: the others
+            are stopped, as by SIGTERM.
 
     Raises:
         ChildProcessError: a task failed, with its label and its message, and `failed` is None.
@@ -50,17 +48,17 @@ def apart(
     after = after or {}
     waiting, done = list(tasks), set[str]()
     idle: list[_Worker] = []
-    running: dict[Any, tuple[str, _Worker]] = {}  # by the channel that says when it is done
+    running: dict[Any, tuple[str, _Worker]] = {}  # by the channel that reports the end of a task
     with _environment("OMP_WAIT_POLICY", "passive"), _interrupted_by(signal.SIGTERM, signal.SIGHUP):
         try:
             while (waiting or running) and time.monotonic() < until:
                 ready = [label for label in waiting if done.issuperset(after.get(label, ()))]
-                if not ready and not running:  # all that is left waits for a task that failed
+                if not ready and not running:  # all remaining tasks wait for a failed one
                     return
                 for label in ready[: jobs - len(running)]:
                     waiting.remove(label)
                     busy = [worker.gpu for _, worker in running.values()]
-                    gpu = min(range(gpus), key=busy.count)  # the one with the least to do
+                    gpu = min(range(gpus), key=busy.count)  # the GPU with the fewest processes
                     worker = next((worker for worker in idle if worker.gpu == gpu), None) or _Worker(gpu, gpus > 1)
                     idle = [other for other in idle if other is not worker]
                     worker.channel.send(tasks[label])
@@ -84,14 +82,14 @@ def apart(
         finally:
             workers = [*idle, *(worker for _, worker in running.values())]
             for worker in workers:
-                worker.channel.close()  # one that is just done waits for another task, not for SIGTERM
+                worker.channel.close()  # an idle worker ends when its channel closes
                 worker.process.terminate()
             for worker in workers:
                 worker.process.join()
 
 
 class _Worker:
-    """A process that does what it is sent, a task after the other."""
+    """A process that runs the tasks it is sent, one after the other."""
 
     def __init__(self, gpu: int, alone: bool) -> None:
         self.gpu, self.ended = gpu, False
@@ -115,7 +113,7 @@ class _Worker:
 
 
 class _Lines(io.TextIOWrapper):
-    """Not a terminal, on which the bars of several processes would overwrite each other."""
+    """An output stream that is no terminal, so that processes print no progress bars over each other."""
 
     def isatty(self) -> bool:
         return False
@@ -129,12 +127,12 @@ def _work(channel: connection.Connection, threads: int) -> None:
         try:
             while True:
                 channel.send(_failure(channel.recv()))
-        except (KeyboardInterrupt, EOFError, ConnectionError):  # the last two: nobody waits for it any more
+        except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent has closed the channel or ended
             sys.exit(130)
 
 
 def _failure(task: Callable[[], object]) -> str | None:
-    """Do a task; its message if it failed."""
+    """Run a task; return its error message if it failed."""
     try:
         task()
     except Exception as error:
@@ -143,14 +141,14 @@ def _failure(task: Callable[[], object]) -> str | None:
 
 
 def _visible(gpu: int) -> str:
-    """The name of one of the GPUs that this process sees."""
+    """The name, for CUDA_VISIBLE_DEVICES, of one of the GPUs that this process sees."""
     names = os.environ.get(VISIBLE)
     return names.split(",")[gpu] if names else str(gpu)
 
 
 @contextmanager
 def _environment(name: str, value: str, anew: bool = False) -> Iterator[None]:
-    """``name`` is ``value`` for what is started meanwhile; where it was set before, only where ``anew``."""
+    """A context in which the environment variable ``name`` is ``value``; one already set changes only if ``anew``."""
     before = os.environ.get(name)
     if before is not None and not anew:
         yield
@@ -167,7 +165,7 @@ def _environment(name: str, value: str, anew: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
-    """These signals raise KeyboardInterrupt, so that the processes are stopped too."""
+    """A context in which these signals raise KeyboardInterrupt, so that the processes are stopped too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

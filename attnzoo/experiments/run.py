@@ -1,4 +1,4 @@
-"""Experiments, run: learning rates tried, seeds trained, numbers measured, expectations judged, one page written."""
+"""The execution of an experiment: trying learning rates, training seeds, measuring, judging, and writing a page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from attnzoo.training.throughput import Operations
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
 # run them, and a GPU does the work of several processes, each of which keeps a CPU core busy.
 SMALL = 1e12
-ROOM = 8 * 2**30  # bytes of a GPU for a small model in a process of its own
+ROOM = 8 * 2**30  # bytes of GPU memory for each process with a small model
 PAGE, RESULT, SUMMARY = "report.html", "result.json", "result.md"
 
 
@@ -56,20 +56,20 @@ def run_experiment(
     plan: Schedule, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
     only: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Train and measure what is not yet, print what was seen, and write a page about it.
+    """Train and measure the runs that are not finished, print the verdicts, and write a page.
 
-    A run that is finished is not trained again, one that was stopped goes on; what was measured is not measured again
-    unless the probes have changed.
+    A finished run is not trained again, a stopped one continues; measured runs are measured again only if the probes
+    have changed.
 
     Args:
-        plan: what to run.
-        console: where progress and the table go.
+        plan: the schedule.
+        console: the console for progress and the table.
         command: the command line, for the page.
-        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores,
-            on a GPU one, unless all models are small: then as many as there are cores, and 8 GiB of the GPU for each.
-        minutes: after which the runs under way are stopped; the page is then about those that are finished.
-        only: arms that are trained and measured, with those that they start from; none for all. Of the others the page
-            has what is finished, and what is printed are these rows of its table.
+        jobs: models at a time, each in its own process and on one CPU thread. None: one per core on a CPU, and one on a
+            GPU, or, if all models are small, as many as there are cores and 8 GiB parts of the GPU's memory.
+        minutes: time after which running trainings are stopped; the page then has the finished ones.
+        only: arms to train and measure, with those that they start from; empty for all. The page has the finished runs
+            of other arms, too; the printed table has these arms alone.
 
     Returns:
         The page, `report.html` in the plan's folder.
@@ -88,8 +88,8 @@ def run_experiment(
     if len(set(folders)) < len(folders):
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first: TrainConfig | None = None
-    operations = 0  # of the costliest step: two per weight and token forwards, four backwards
-    for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
+    operations = 0  # operations of the costliest step: two per weight and token forwards, four backwards
+    for arm in experiment.arms:  # refuse a wrong option of any arm before training
         try:
             config = plan.config(experiment, arm, plan.grid(experiment, arm)[0], 0)
             with torch.device("meta"):
@@ -107,12 +107,12 @@ def run_experiment(
     gpus = 1 if on_cpu else torch.cuda.device_count()
     jobs = jobs or gpus * _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations, gpus)
     if on_cpu or jobs > 1:
-        torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
+        torch.set_num_threads(1)  # small models gain nothing from more threads, and a result may depend on their number
     tasks, after = _tasks(plan, experiment, arms)
     failures: list[str] = []
     side_by_side = partial(apart, tasks, jobs, until, after, min(gpus, jobs), failures.append)
     for number, label in enumerate(side_by_side() if jobs > 1 or minutes is not None else tasks, 1):
-        run = tasks[label]()  # what another process has finished is only read
+        run = tasks[label]()  # reads the result if another process has finished the run
         said = run.note or f"held-out loss {run.validation:.4g}"
         console.print(f"[{number}/{len(tasks)}] {label}: {said}", markup=False, highlight=False)
     found = [finished(plan, experiment, arm) for arm in experiment.arms]
@@ -144,13 +144,13 @@ def run_experiment(
 
 
 def run_rate(plan: Schedule, name: str, lr: float) -> Trained:
-    """The run of an arm with the first seed that tries a learning rate."""
+    """The result of an arm's run that tries a learning rate, with the first seed."""
     experiment, arm = _find(plan, name)
     return run_once(plan, experiment, arm, lr, 0, measure=False, tries=True)
 
 
 def run_search(plan: Schedule, name: str) -> Trained:
-    """The best of the runs of an arm that try learning rates, after those that the search asks for."""
+    """The best run of an arm's search of learning rates, after the runs that the search still needs."""
     experiment, arm = _find(plan, name)
     while untried(plan, experiment, arm):
         for lr in untried(plan, experiment, arm):
@@ -159,7 +159,7 @@ def run_search(plan: Schedule, name: str) -> Trained:
 
 
 def run_seed(plan: Schedule, name: str, seed: int) -> Trained:
-    """The run of an arm with a seed, at the learning rate that is the best of those tried."""
+    """The result of an arm's run with a seed, at the best learning rate that was tried."""
     experiment, arm = _find(plan, name)
     rates = plan.grid(experiment, arm)
     best = rates[0] if len(rates) == 1 else run_search(plan, name).lr
@@ -190,7 +190,7 @@ def _check_text(probes: Sequence[Probe], config: TrainConfig) -> None:
 
 
 def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm]:
-    """The arms of these names and those that they start from, in the experiment's order."""
+    """The named arms and the arms that they start from, in the experiment's order."""
     wanted = set()
     for name in names:
         if name not in experiment.arm_names:
@@ -202,12 +202,12 @@ def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm
 
 
 def _jobs_at_a_time(memory: int | None, operations: int, gpus: int = 1) -> int:
-    """How many models are trained at a time, on a GPU of several.
+    """The number of models to train at a time on one of ``gpus`` GPUs, or on a CPU.
 
     Args:
         memory: bytes of the GPU; None on a CPU.
-        operations: of a training step, in the costliest model.
-        gpus: that share the cores.
+        operations: operations of a training step of the costliest model.
+        gpus: number of GPUs that share the CPU's cores.
     """
     cores = max(1, (os.cpu_count() or 1) // gpus)
     if memory is None:
@@ -218,8 +218,11 @@ def _jobs_at_a_time(memory: int | None, operations: int, gpus: int = 1) -> int:
 def _tasks(
     plan: Schedule, experiment: Experiment, arms: Sequence[Arm]
 ) -> tuple[dict[str, Callable[[], Trained]], dict[str, list[str]]]:
-    """Runs for processes, by label, and the labels of those that each waits for: that try its arm's learning rates, or
-    that it starts from. Learning rates come first, then the seeds of all arms in turns."""
+    """The runs as tasks by label, and for each the labels of the tasks that must come before it.
+
+    Those are the tries of its arm's learning rates, and the run that it starts from. Tries come first, then the seeds
+    of all arms in turns.
+    """
     tasks: dict[str, Callable[[], Trained]] = {}
     after: dict[str, list[str]] = {}
     tries: dict[str, list[str]] = {arm.name: [] for arm in arms}
@@ -257,12 +260,12 @@ def _find(plan: Schedule, name: str) -> tuple[Experiment, Arm]:
 def run_once(
     plan: Schedule, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool, tries: bool = False
 ) -> Trained:
-    """A run, trained and measured unless it is already.
+    """The result of a run, after training and measuring it where that is not done.
 
-    Where only its weights are gone, and a run that is not finished starts from them, it is trained once more. On a GPU
-    other weights may come out; then it is measured anew, and so is all that starts from it.
+    A finished run whose weights were deleted is trained again if an unfinished run starts from them. On a GPU its
+    weights may then differ; it is measured again, and so are the runs that start from it.
     """
-    torch.set_flush_denormal(True)  # for what needs no training any more, as in training
+    torch.set_flush_denormal(True)  # as in training, for runs that are only measured
     config, size = plan.config(experiment, arm, lr, seed, tries), find_size(experiment, plan.size)
     folder, key = place(plan, experiment, arm, lr, seed, tries)
     known = known_run(folder, key)
@@ -277,7 +280,7 @@ def run_once(
         if before is not None and before.note:
             raise FloatingPointError(f"{before.arm}, whose weights it would start from: {before.note}")
         train(config)
-    except FloatingPointError as error:  # too large a learning rate is an answer, too
+    except FloatingPointError as error:  # a diverged run is a result, too
         found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
     except OtherRunError as error:
         raise CheckpointError(f"{error.found}. Give --out a new folder.") from error
@@ -291,7 +294,7 @@ def run_once(
 
 
 def _to_start_from(plan: Schedule, experiment: Experiment, arm: Arm, seed: int) -> bool:
-    """Whether a run that is not finished starts from the weights of an arm's run."""
+    """Whether an unfinished run starts from the weights of this arm's run."""
     return any(
         seed not in [run.seed for run in finished(plan, experiment, later)[1]]
         or _to_start_from(plan, experiment, later, seed)

@@ -38,7 +38,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Gains:
-    """What one change gains on either side, by run: ``x`` and ``y`` are ``[seeds]``."""
+    """The gains of one change on both sides by run: ``x`` and ``y`` are ``[seeds]``."""
 
     key: str
     label: str
@@ -50,14 +50,14 @@ class Gains:
 def runs(
     rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Sequence[float] = (), guess: float | None = None
 ) -> Figure:
-    """A row per arm: its runs as small dots, their mean with its standard error as a large one.
+    """A figure with a row per arm: its runs as small dots, their mean with standard error as a large one.
 
     Args:
         rows: what to draw, from top to bottom.
         xlabel: text under the axis.
         percent: shares of 1, written as per cent.
-        marks: limits that something is expected to stay below or above, as vertical rules.
-        guess: what always the same answer gives, as a line with its name.
+        marks: limits of claims, as vertical rules.
+        guess: the number of a constant answer, as a named line.
     """
     left = 16 + 5.6 * max((len(shortened(row.label)) for row in rows), default=0)
     figure, axes = panel(400, 46 + 24 * len(rows), left=left)
@@ -102,8 +102,9 @@ def runs(
 
 
 def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
-    """What a change gains on one side against what it gains on the other: a large dot for the mean, with standard
-    errors both ways, and a small one for each run; the rule is where both gain alike.
+    """A figure of each change's gain on one side against its gain on the other.
+
+    Large dots are means with standard errors both ways, small ones runs; the diagonal rule marks equal gains.
 
     Args:
         points: one for each change.
@@ -152,11 +153,11 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
 
 @dataclass(frozen=True)
 class Overlaid:
-    """Curves with error bars over shares that halve to the right, where each is named, and single points with theirs.
+    """Curves with error bars over shares that halve to the right, and single points with error bars.
 
     Args:
         lines: what to draw; ``x`` are shares of 1.
-        points: likewise; where and how much, by run.
+        points: the points' places and numbers, by run.
         xlabel: text under the axis.
         ylabel: text beside it.
         percent: shares of 1, written as per cent.
@@ -170,7 +171,7 @@ class Overlaid:
 
 
 def overlay(*pictures: Overlaid) -> Figure:
-    """Pictures of one width, one below the other."""
+    """A figure of several overlays of one width, one below the other."""
     height = 400.0
     figure, axes = panel(680, height * len(pictures), left=56)
     axes.remove()

@@ -1,4 +1,4 @@
-"""The tests of claims: Student's t, a correlation of gains whose pairs share parts, and what so many runs can see."""
+"""Statistical tests of claims (Student's t, a correlation of gains of pairs that share parts), and their power."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Parts = Sequence[Sequence[str]]
 LEVEL = 0.05
-MOST_PARTS = 8  # whose relabellings, 40,320, are all counted
+MOST_PARTS = 8  # 40,320 relabellings, all of which are counted
 DRAWS = 2000
 
 
@@ -35,13 +35,13 @@ def tail(t: float, freedom: float) -> float:
 
 
 def spread(values: Array) -> str:
-    """Mean ± standard error over the seeds, in words."""
+    """The mean ± standard error over the seeds, in print."""
     mean, error, _ = mean_error(values)
     return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")
 
 
 def mean_error(values: Array) -> tuple[float, float, int]:
-    """Mean, its standard error (nan of one value), degrees of freedom; of equal values exact, without rounding."""
+    """The mean, its standard error (nan for one value) and degrees of freedom; exact for equal values."""
     n, apart = values.size, values - values[0]
     error = float(apart.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return float(values[0] + apart.mean()), error, n - 1
@@ -50,10 +50,10 @@ def mean_error(values: Array) -> tuple[float, float, int]:
 def correlation(one: Array, other: Array, parts: Parts = ()) -> tuple[float, float]:
     """Pearson's r of two sets of gains, and the share of all relabellings of parts whose r is as large or larger.
 
-    Pairs that share a part are not exchangeable: two parts give more than one on either side, whatever the sides have
-    to do with each other. So parts are relabelled, not pairs: the gains of the other side are split by least squares
-    into what each part gives there and what is left of each pair; the first are dealt to the parts in every order, the
-    second stay. Where each pair is one part of its own these are all orders of the pairs.
+    Pairs that share a part are not exchangeable: two parts may gain more than one on both sides without any relation
+    between the sides. So parts are permuted, not pairs: the gains of the other side are split by least squares into
+    contributions of parts, which are permuted, and residuals of pairs, which are not. Where each pair is its own part,
+    these are all permutations of the pairs.
 
     Args:
         one: gains, ``[pairs]``.
@@ -69,14 +69,14 @@ def correlation(one: Array, other: Array, parts: Parts = ()) -> tuple[float, flo
 
 
 def _pearson(one: Array, others: Array) -> Array:
-    """r of one set of numbers with each row of others; 0 where a row is all alike."""
+    """Pearson's r of ``one`` with each row of ``others``; 0 for a constant row."""
     a, b = one - one.mean(), others - others.mean(1, keepdims=True)
     size = np.sqrt((a @ a) * (b * b).sum(1))
     return np.asarray(np.divide(b @ a, size, out=np.zeros_like(size), where=size > 1e-300))
 
 
 def incidence(parts: Parts) -> Array:
-    """Which pair has which part, 0 or 1, ``[pairs, parts]``.
+    """The incidence matrix of pairs and parts, 0 or 1, ``[pairs, parts]``.
 
     Raises:
         ValueError: a pair without parts, more than 8 parts, or parts that always come together.
@@ -93,7 +93,7 @@ def incidence(parts: Parts) -> Array:
 
 
 def smallest_p(parts: Parts) -> float:
-    """The smallest p that :func:`correlation` can give: that of one relabelling among all."""
+    """The smallest p that :func:`correlation` can return: 1 / number of relabellings."""
     return 1 / math.factorial(incidence(parts).shape[1])
 
 
@@ -104,14 +104,14 @@ def without_each(one: Array, other: Array) -> Array:
 
 
 def drawn_anew(one: Array, other: Array, draws: int = DRAWS) -> tuple[float, float]:
-    """The middle 95% of r where seeds and stretches of text are drawn anew, with replacement.
+    """The bootstrapped 95% interval of r over seeds and stretches of text.
 
-    Seeds are drawn for every model by itself, stretches once for all: they are the same text.
+    Seeds are drawn for every model separately, stretches once for all models, which read the same text.
 
     Args:
         one: losses of the base, then of each pair's model, on the one side, ``[1 + pairs, seeds, stretches]``.
         other: on the other side.
-        draws: how often.
+        draws: number of bootstrap draws.
     """
     rng, found = np.random.default_rng(0), []
     for _ in range(draws):
@@ -128,8 +128,9 @@ def drawn_anew(one: Array, other: Array, draws: int = DRAWS) -> tuple[float, flo
 
 @functools.cache
 def difference_seen(seeds: int, paired: bool = False) -> float:
-    """The difference of two means, in standard deviations of a run, that four of five experiments of so many seeds
-    see: by simulation of Welch's t, or Student's of the differences where ``paired``.
+    """The difference of two means, in standard deviations of a run, that is seen with a power of 80%.
+
+    It is simulated with Welch's t, or with Student's t of the differences where ``paired``.
 
     Raises:
         ValueError: fewer than two seeds.
@@ -139,7 +140,7 @@ def difference_seen(seeds: int, paired: bool = False) -> float:
     rng = np.random.default_rng(0)
     one, other = rng.standard_normal((2, DRAWS, seeds))
     if paired:
-        one = (one - other) / math.sqrt(2)  # of differences, whose own deviation is the unit
+        one = (one - other) / math.sqrt(2)  # in units of the differences' standard deviation
         other = np.zeros_like(one)
     a, b = (x.var(1, ddof=1) / seeds for x in (one, other))
     freedom = (a + b) ** 2 * (seeds - 1) / (a**2 + b**2)
@@ -150,7 +151,7 @@ def difference_seen(seeds: int, paired: bool = False) -> float:
 
 @functools.cache
 def _limits(least: int, most: int) -> tuple[Array, Array]:
-    """Degrees of freedom, and the t that is exceeded with probability ``LEVEL`` at each."""
+    """A table of degrees of freedom, and the t that is exceeded with probability ``LEVEL`` at each."""
     freedoms, limits = np.linspace(least, most, 50), []
     for freedom in freedoms:
         low, high = 0.0, 1000.0
@@ -163,8 +164,11 @@ def _limits(least: int, most: int) -> tuple[Array, Array]:
 
 @functools.cache
 def correlation_seen(parts: tuple[tuple[str, ...], ...], true: float, draws: int = 400) -> float:
-    """The share of experiments with these pairs that see a correlation, where what the parts give on either side is
-    normal with a correlation ``true``, parts add up, and nothing else differs: by simulation."""
+    """The simulated power of :func:`correlation` for these pairs.
+
+    The gains of parts are normal with a correlation ``true`` between the sides, and a pair's gain is the sum of its
+    parts' gains.
+    """
     rng, has = np.random.default_rng(0), incidence(parts)
     given = rng.standard_normal((draws, 2, has.shape[1]))
     given[:, 1] = true * given[:, 0] + math.sqrt(1 - true**2) * given[:, 1]

@@ -1,4 +1,4 @@
-"""More of what is measured on held-out text: its stretches one by one, and a text that is read twice."""
+"""Further probes on held-out text: losses of its stretches, and of a text that is read twice."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class ReadAgain(ByLength):
         found = {}
         for length in self.lengths:
             text = subject.windows(length / 2)[:, 1:]
-            rows = torch.cat([text, text], 1)  # the first token of the second time is asked after the last of the first
+            # the second reading's first token is predicted from the first reading's last
+            rows = torch.cat([text, text], 1)
             found[length] = float(token_losses(subject.model, rows)[:, text.shape[1] :].mean())
         return found

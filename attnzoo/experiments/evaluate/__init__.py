@@ -1,1 +1,1 @@
-"""Evaluations by name, of a run, a preset or a model folder: what `attnzoo evaluate` does."""
+"""Evaluations by name of a run, a preset or a model folder, for `attnzoo evaluate`."""

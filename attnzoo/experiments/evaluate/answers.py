@@ -1,4 +1,4 @@
-"""Synthetic tasks asked of a run, or of a model folder."""
+"""Evaluation of a run or a model folder on synthetic tasks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def evaluate(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Answers]]:
-    """Each task at each length, and what a model answered, as it is measured, on rows apart from those of training.
+    """Yield the title and the result of each task at each length, on held-out rows, as they are measured.
 
     Args:
-        source: the folder of a run, or of a model as :func:`~attnzoo.trained.model.load_trained` takes it; or what
-            that made of it.
+        source: the folder of a run, or of a model as :func:`~attnzoo.trained.model.load_trained` takes it; or a loaded
+            model.
         on: names of tasks and their options; a run's own task keeps the run's options but for those given. None: the
             run's own task.
         lengths: tokens per row; none: the run's context length, or for a folder a usual number.
         rows: per task and length.
-        seed: of the rows.
-        device: where the model goes.
+        seed: seed of the rows.
+        device: the device of the model.
 
     Raises:
-        FileNotFoundError: neither is there, or no checkpoint.
+        FileNotFoundError: no run or model folder, or no checkpoint.
         ValueError: no such task or option, no task at all, or one whose tokens mean something else to the run.
     """
     subject = source if isinstance(source, TrainedModel) else load_trained(source, device)
@@ -48,7 +48,7 @@ def evaluate(
 
 
 def task_for(subject: TrainedModel, name: str, options: Mapping[str, Any]) -> tuple[str, Task]:
-    """A task with options that are the model's own where nothing else is said, and its name with them in words.
+    """The title and the task of a name, whose options default to those of the model's own task.
 
     Raises:
         ValueError: no such task or option, or one whose tokens mean something else to the model.
@@ -56,12 +56,12 @@ def task_for(subject: TrainedModel, name: str, options: Mapping[str, Any]) -> tu
     own = {} if subject.config is None or name != subject.task else subject.config.data.task_options
     options = {**own, **options}
     task, title = build_task(name, options), ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
-    if subject.config is not None and subject.folder is not None:  # fresh weights know no tokens yet
+    if subject.config is not None and subject.folder is not None:  # fresh weights fit any tokens
         trained = subject.config.data
         if trained.task is None:
             raise ValueError(f"{subject.title} is of {trained.title!r}, not of a task: it cannot be asked {name!r}")
         if list(task.words) != list(build_task(trained.task, trained.task_options).words):
-            asked = title if name == trained.task else name  # of one task it is the options that differ
+            asked = title if name == trained.task else name  # the same task with other options: name the options
             others = f"whose tokens are others than those of {asked!r}"
             raise ValueError(f"the run was trained on {trained.task!r}, {others}")
     if len(task.words) > subject.model.config.vocab_size:

@@ -1,4 +1,4 @@
-"""``attnzoo evaluate``: a trained model, or a fresh one, measured in any of the ways that have a name."""
+"""The command ``attnzoo evaluate``: named evaluations of a trained or a fresh model."""
 
 from __future__ import annotations
 

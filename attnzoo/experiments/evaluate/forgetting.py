@@ -1,4 +1,5 @@
-"""What a model loses within a memory, and which tokens of a text it gives up when: measured, as lines, as pictures."""
+"""Loss of a model with limited keys, and the times at which tokens of a text are evicted: measured, printed and
+drawn."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ WORDS = {
     "window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV", "retention": "forget network",
     "utility": "later use", "certified": "certified", "forgets": "network, by itself",
 }  # fmt: skip
-IN_A_LINE = 6  # limits, of a table in the terminal
-SEEN_OFTEN = 4  # a token whose life is told stands in the text so often
+IN_A_LINE = 6  # limits per line of the terminal's table
+SEEN_OFTEN = 4  # least occurrences of a token that is listed
 
 
 @dataclass(frozen=True)
 class ForgottenText:
-    """When each token of a text was given up.
+    """The times at which each token of a text was evicted.
 
     Args:
-        rule: by which it went.
+        rule: the rule of eviction.
         budget: keys that a head could hold; 0 for no limit.
-        tokens: in words, T of them.
+        tokens: the T tokens in print.
         layers: numbers of the softmax layers.
-        ages: by layer, ``[G, T]``: rows that saw the token; -1 of what was never given up.
+        ages: by layer, ``[G, T]``: the number of rows that saw the token; -1 for tokens that were never evicted.
     """
 
     rule: str
@@ -47,12 +48,13 @@ class ForgottenText:
 
     @property
     def lives(self) -> list[Array]:
-        """By layer, ``[G, T]`` in [0, 1]: the logarithm of the age, as a share of what the token could reach."""
+        """By layer, ``[G, T]`` in [0, 1]: the logarithm of the age divided by that of the token's largest possible
+        age."""
         most = np.log1p(np.arange(len(self.tokens), 0, -1))
         return [np.where(ages < 0, 1.0, np.log1p(np.maximum(ages, 0)) / most) for ages in self.ages]
 
     def by_word(self) -> list[tuple[str, int, float]]:
-        """Tokens that stand in the text often, how often, and the mean of their lives; the shortest first."""
+        """The frequent tokens of the text, their number and mean :attr:`lives`, the shortest first."""
         mean, lives = np.concatenate(self.lives).mean(0), defaultdict(list)
         for token, life in zip(self.tokens, mean, strict=True):
             lives[token].append(float(life))
@@ -62,14 +64,14 @@ class ForgottenText:
 
 @dataclass(frozen=True)
 class MemoryCurves:
-    """Losses within a memory.
+    """The losses by rule and limit of keys.
 
     Args:
         length: tokens of a window.
-        windows: how many.
+        windows: number of windows.
         whole: loss with all keys, nats per token.
-        points: of each rule and limit.
-        text: what was forgotten of a text.
+        points: the points of each rule and limit.
+        text: the evictions in a text.
     """
 
     length: int
@@ -90,18 +92,18 @@ class MemoryCurves:
 def measure_memory(
     model: nn.Module, windows: Tensor, piece: Tensor, words: Sequence[str], halvings: int, rule: str | None
 ) -> MemoryCurves:
-    """Losses at halves, quarters and so on of the windows' length, for all rules that the model knows.
+    """The losses with a half, a quarter and so on of the window's keys, for all rules that the model supports.
 
     Args:
         model: in evaluation mode.
         windows: ``[N, L + 1]``.
-        piece: a text ``[T]``, of which a head may hold a quarter.
-        words: its tokens, written.
-        halvings: limits.
-        rule: by which the tokens of the text go; None for the layers' forget networks, or H2O where there are none.
+        piece: a text ``[T]``, of whose keys a head may hold a quarter.
+        words: the text's tokens in print.
+        halvings: number of limits.
+        rule: the rule of eviction in the text; None for the layers' forget networks, or H2O where there are none.
 
     Raises:
-        ValueError: no layer of the softmax side, or a rule that the model does not know.
+        ValueError: no softmax layer, or a rule that the model does not support.
     """
     known = [one for one in (*RULES, *UNLIMITED) if knows(model, one)]
     if not known:
@@ -122,7 +124,7 @@ def measure_memory(
 
 
 def lines(found: MemoryCurves) -> list[str]:
-    """Added loss by rule and limit, and the tokens that go first and last."""
+    """Lines with the added loss by rule and limit, and the tokens that are evicted first and last."""
     added = {(point.rule, point.budget): point.loss - found.whole for point in found.points}
     limits = sorted({point.budget for point in found.points} - {0}, reverse=True)
     limited = [rule for rule in found.rules if rule not in UNLIMITED]
@@ -146,7 +148,7 @@ def lines(found: MemoryCurves) -> list[str]:
 
 
 def picture(found: MemoryCurves) -> Figure:
-    """Added loss against the share of the keys that are held."""
+    """A figure of the added loss against the share of keys that are held."""
     curves, points = [], []
     for number, rule in enumerate(found.rules):
         look, of = Look(PAIR_COLORS[number % len(PAIR_COLORS)], ()), found.of(rule)
@@ -160,7 +162,7 @@ def picture(found: MemoryCurves) -> Figure:
 
 
 def page(found: MemoryCurves, title: str) -> str:
-    """A page of HTML: the text, in each head, the more coloured the sooner a token was given up."""
+    """An HTML page with the text per head, tokens coloured the more strongly the sooner they were evicted."""
     text = found.text
     lives, every = text.lives, np.concatenate(text.lives)
     parts = [("all heads", "mean", _spans(text, every.mean(0), None))]
@@ -178,7 +180,7 @@ def page(found: MemoryCurves, title: str) -> str:
 
 
 def _spans(text: ForgottenText, life: Array, ages: Array | None) -> list[tuple[str, str, str]]:
-    """Each token as it is written, how much of it is coloured in per cent, and what is said of it."""
+    """Each token's text, its colour's strength in per cent, and its tooltip."""
     spans = []
     for number, (token, share) in enumerate(zip(text.tokens, life, strict=True)):
         said = f"{share:.2f} of its possible life, on a logarithmic scale"

@@ -17,19 +17,19 @@ WIDTH = 80
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns set to the right, each as wide as it needs to be."""
+    """The lines of a table with right-aligned columns of the least width."""
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """A share in percent; a dash where it is not known."""
+    """A share in percent; a dash for nan."""
     return "-" if np.isnan(share) else f"{100 * share:.{digits}f}"
 
 
 def loss(found: LossCurve) -> list[str]:
-    """L(i) and P(l) at a handful of positions, the training context among them."""
+    """Lines with L(i) and P(l) at a few positions, the training context among them."""
     L = len(found.loss)
     places = {2**n for n in range(L.bit_length()) if 2**n >= min(L, 16)} | {L}
     if found.context is not None and found.context <= L:
@@ -47,7 +47,7 @@ def loss(found: LossCurve) -> list[str]:
 
 
 def answers(found: LengthCurve) -> list[str]:
-    """A line per length."""
+    """Lines with the answers, one per length."""
     rows = []
     for row in found.answers:
         mark = "training length" if row.length == found.context else ""
@@ -79,13 +79,13 @@ def haystack(found: Any) -> list[str]:
 
 
 def too_short_to_prune(tokens: int) -> list[str]:
-    """A line that says why nothing is pruned of so few tokens; none of more."""
+    """A line that explains why nothing is pruned of few tokens; empty for more."""
     said = f"(nothing can be pruned of {ROW_UNIT} tokens or fewer, a block's rows; see --length)"
     return [said] if tokens <= ROW_UNIT else []
 
 
 def pruning(found: Any) -> list[str]:
-    """Shares of the model as it is, a line per layer, and of its earlier checkpoints."""
+    """Lines with the pruned shares of the model by layer, and of its earlier checkpoints."""
     now: PrunedShares = found.steps[-1]
     lines = [
         f"pruned at eps {now.eps:.3g} ({now.bound}) on {now.tokens:,} tokens: {percent(now.share, 1)} % of the blocks;",
@@ -101,7 +101,7 @@ def pruning(found: Any) -> list[str]:
 
 
 def eps(found: EpsSweep) -> list[str]:
-    """A line per eps."""
+    """Lines with the measurements, one per eps."""
     rows = []
     for row in found.rows:
         name = "none" if row.eps is None else f"{row.eps:.2e}"
@@ -116,7 +116,7 @@ def eps(found: EpsSweep) -> list[str]:
 
 
 def context(found: EffectiveContext) -> list[str]:
-    """A line per layer, and one for what its gates promise."""
+    """Lines with the effective context of each layer's heads, and with its bound by the gates."""
     lines = [f"newest keys that hold {1 - found.eps:g} of a row, median of {found.tokens:,} rows, per head"]
     for number, heads, bounds in zip(found.layers, found.heads, found.bounds, strict=True):
         lines += wrapped(f"layer {number:3}:", [f"{tokens:,}".rjust(7) for tokens in heads])
@@ -126,7 +126,7 @@ def context(found: EffectiveContext) -> list[str]:
 
 
 def maps(found: AttentionMaps) -> list[str]:
-    """What each head of the last token looks at most."""
+    """Lines with the tokens to which each head attends most at the last token."""
     lines = [f"{len(found.tokens)} tokens; what the last of them, {found.tokens[-1]!r}, takes most of"]
     for layer in found.layers:
         most = [int(np.abs(head[-1]).argmax()) for head in layer.weights]
@@ -136,11 +136,11 @@ def maps(found: AttentionMaps) -> list[str]:
 
 
 def harness(found: HarnessScores) -> list[str]:
-    """A line per metric."""
+    """Lines with the scores, one per metric."""
     rows = []
     for task, scores in found.scores.items():
         for metric, value in scores.items():
-            what, comma, answers = metric.partition(",")  # a task may read its answers in several ways
+            what, comma, answers = metric.partition(",")  # lm-eval appends the name of a filter of the answers
             if not what.endswith("_stderr") and metric != "sample_len":
                 error = scores.get(f"{what}_stderr{comma}{answers}", float("nan"))
                 spread = "-" if np.isnan(error) else f"{error:.4f}"
@@ -150,7 +150,7 @@ def harness(found: HarnessScores) -> list[str]:
 
 
 def wrapped(name: str, cells: Sequence[str]) -> list[str]:
-    """Cells behind a name, in as many lines as they need."""
+    """The cells after a name, wrapped to lines."""
     lines = [name]
     for cell in cells:
         if len(lines[-1]) + 1 + len(cell) > WIDTH:

@@ -1,4 +1,4 @@
-"""What the evaluations measure: a result of each, a dataclass; its keyword-only parameters are the options."""
+"""The measurements of the evaluations: functions whose keyword-only parameters are the options, and their results."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("attnzoo.evaluation")
 
 ROWS, SEED = 256, 0
-FACTOR = 8  # training contexts in a window of a loss by position
+FACTOR = 8  # default window of a loss by position, in training contexts
 
 
 @dataclass(frozen=True)
 class Common:
-    """What several evaluations read.
+    """The options shared by several evaluations.
 
     Args:
-        length: tokens per row or window; none for each evaluation's own choice.
+        length: tokens per row or window; empty for each evaluation's own choice.
         rows: of a task, per length; None for 256, or 32 for a haystack's cell.
         seed: of the rows; None for 0.
         text: a text file, a folder of them or `stdlib`; None for the model's own held-out data.
@@ -72,11 +72,11 @@ class Common:
 
 @dataclass(frozen=True)
 class NeedlePictures:
-    """Needles in one or both modes.
+    """The results of a haystack evaluation in one or both modes.
 
     Args:
         pictures: one per mode.
-        too_short: lengths that are usual for the model, and were left out since they have no room for the question.
+        too_short: default lengths that were left out, as the question does not fit into them.
     """
 
     pictures: tuple[NeedlePicture, ...]
@@ -85,10 +85,10 @@ class NeedlePictures:
 
 @dataclass(frozen=True)
 class PruningHistory:
-    """Pruned shares of a model, and of the checkpoints of its run that are still there.
+    """The pruned shares of a model, and of its run's existing earlier checkpoints.
 
     Args:
-        steps: oldest first, the model that is measured last.
+        steps: the shares, oldest checkpoint first, the model itself last.
     """
 
     steps: tuple[PrunedShares, ...]
@@ -128,7 +128,7 @@ def lengths(
 
 
 def ask_task(subject: TrainedModel, common: Common, name: str, options: Mapping[str, Any]) -> LengthCurve:
-    """Answers to a task at each length."""
+    """The answers to a task at each length."""
     _, built = task_for(subject, name, options)
     lengths = common.length or (subject.context or built.length,)
     rows, seed = common.rows or ROWS, common.seed or SEED
@@ -158,7 +158,7 @@ def haystack(
     needles = {}
     for one in MODES if mode == "both" else (mode,):
         if hay is None:
-            task_for(subject, "needle", {"mode": one, "digits": digits})  # refused unless its tokens are the model's
+            task_for(subject, "needle", {"mode": one, "digits": digits})  # raises unless its tokens are the model's
             needles[one] = synthetic_needle(one, digits)
         else:
             needles[one] = text_needle(hay, subject.encode, one, digits)
@@ -319,7 +319,7 @@ def harness(
 
 
 def _context(subject: TrainedModel, usual: int | None = None) -> int:
-    """Tokens per training sequence."""
+    """The tokens per training sequence, or ``usual`` where unknown."""
     context = subject.context or usual
     if context is None:
         raise ValueError(f"length: expected a number of tokens, for {subject.title} does not say its training context")
@@ -327,7 +327,7 @@ def _context(subject: TrainedModel, usual: int | None = None) -> int:
 
 
 def _windows(subject: TrainedModel, common: Common, factor: int, tokens: int) -> Tensor:
-    """Held-out windows of some training contexts, or of the only length that is given, ``[N, length + 1]``."""
+    """Held-out windows of ``factor`` training contexts, or of the given length, ``[N, length + 1]``."""
     if factor < 1 or tokens < 1:
         raise ValueError(f"factor, tokens: expected at least 1, got {factor}, {tokens}")
     if len(common.length) > 1:
@@ -337,7 +337,7 @@ def _windows(subject: TrainedModel, common: Common, factor: int, tokens: int) ->
 
 
 def _row(subject: TrainedModel, common: Common) -> tuple[Tensor, Sequence[str]]:
-    """Tokens ``[T]`` for what reads one row: a held-out row of a run on a task, with the task's words, else a text."""
+    """A row of tokens ``[T]`` with the tokens in print: a held-out row of the run's task, or a piece of text."""
     if subject.task is None or common.text is not None:
         return _windows(subject, common, 1, 1)[0, :-1], ()
     if len(common.length) > 1:

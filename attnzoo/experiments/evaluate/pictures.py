@@ -1,4 +1,4 @@
-"""Results as figures."""
+"""Figures of the evaluations' results."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from attnzoo.evaluation.losses import Array
 from attnzoo.experiments.figures import CUT, DECAY_COLORS, GRID, INK, MUTED, PAIR_COLORS, quiet
 
 COLOR = PAIR_COLORS[4]
-LABELS = 64  # tokens on an axis that are still written
+LABELS = 64  # most tokens written on an axis
 
 
 def loss(found: LossCurve) -> Figure:
-    """L(i) and P(l) side by side, with the training context."""
+    """A figure of L(i) and P(l) side by side, with the training context."""
     figure, (left, right) = _panels([(400, 260)] * 2)
     x = np.arange(1, len(found.loss) + 1)
     smooth = moving_mean(found.loss, 101)
     left.plot(x, smooth, color=COLOR, linewidth=1.6)
     right.plot(x, found.perplexity, color=COLOR, linewidth=1.6)
     for axes, values, name in ((left, smooth, "L(i), nats"), (right, found.perplexity, "P(l)")):
-        settled = values[min(len(values) // 20, 100) :]  # the first few tokens are as hard for every model
+        settled = values[min(len(values) // 20, 100) :]  # the first tokens are hard for every model
         margin = 0.25 * (float(settled.max() - settled.min()) + 1e-3)
         axes.set_ylim(float(settled.min()) - margin, float(settled.max()) + margin)
         axes.set_xlim(0, len(x))
@@ -46,7 +46,7 @@ def loss(found: LossCurve) -> Figure:
 
 
 def lengths(found: LengthCurve) -> Figure:
-    """Share of wrong answers by length, with its standard error."""
+    """A figure of the share of wrong answers by length, with standard errors."""
     figure, (axes,) = _panels([(400, 260)])
     x = [row.length for row in found.answers]
     y = [100 * row.error for row in found.answers]
@@ -63,7 +63,7 @@ def lengths(found: LengthCurve) -> Figure:
 
 
 def haystack(found: Any) -> Figure:
-    """Depth downwards, length to the right, a cell's colour and number the share of numbers that were found."""
+    """A figure of the share of needles found (colour and number), depth downwards and length to the right."""
     pictures: Sequence[NeedlePicture] = found.pictures
     rows, columns = len(pictures[0].depths), len(pictures[0].lengths)
     figure, panels = _panels([(max(250, 60 + 44 * columns), 60 + 28 * rows)] * len(pictures), bottom=34, left=52)
@@ -81,12 +81,12 @@ def haystack(found: Any) -> Figure:
         axes.set_xlabel("tokens in a row; depth downwards", loc="left")
         if picture.context in picture.lengths[:-1]:
             at = picture.lengths.index(picture.context) + 0.5
-            axes.axvline(at, color=CUT, linewidth=1.4, dashes=(3, 2))  # in training, rows end here
+            axes.axvline(at, color=CUT, linewidth=1.4, dashes=(3, 2))  # the length of training rows
     return figure
 
 
 def pruning(found: Any) -> Figure:
-    """Pruned share of every head by layer, and over training where there are several checkpoints."""
+    """A figure of every head's pruned share by layer, and over training where there are several checkpoints."""
     now: PrunedShares = found.steps[-1]
     widest = max(len(heads) for heads in now.heads)
     sizes = [(max(170, 60 + 26 * widest), 60 + 22 * len(now.heads))]
@@ -117,7 +117,7 @@ def pruning(found: Any) -> Figure:
 
 
 def eps(found: EpsSweep) -> Figure:
-    """Change of the loss, share of blocks and time, by eps."""
+    """A figure of the change of loss, the share of blocks and the time, by eps."""
     figure, panels = _panels([(260, 220)] * 3)
     rows = found.rows[1:]
     x = [row.eps or 0.0 for row in rows]
@@ -136,7 +136,7 @@ def eps(found: EpsSweep) -> Figure:
 
 
 def context(found: EffectiveContext) -> Figure:
-    """Every head a dot, by layer; hollow: what its gate promises."""
+    """A figure of each head's effective context by layer as a dot; hollow dots are the bounds by the gates."""
     figure, (axes,) = _panels([(max(400, 60 + 30 * len(found.layers)), 260)])
     for column, (heads, bounds) in enumerate(zip(found.heads, found.bounds, strict=True)):
         spread = column + np.linspace(-0.25, 0.25, len(heads))
@@ -154,7 +154,7 @@ def context(found: EffectiveContext) -> Figure:
 
 
 def maps(found: AttentionMaps) -> Figure:
-    """A line of panels per layer: each head's weights, and below them its forget gates."""
+    """A figure with a line of panels per layer: each head's weights, and below them its forget gates."""
     T = len(found.tokens)
     lines = [(layer, matrices) for layer in found.layers for matrices in _matrices(layer)]
     widest = max(len(matrices[1]) for _, matrices in lines)
@@ -189,14 +189,14 @@ def _matrices(layer: Any) -> list[tuple[str, Array]]:
 
 
 def _shown(word: str) -> str:
-    """A token on an axis; what is not seen has a sign."""
+    """A token as an axis label, with visible signs for white space."""
     signs = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "": "\u2205"}
     text = "".join(signs.get(letter, letter if letter.isprintable() else "\u00b7") for letter in word) or signs[""]
     return text if len(text) <= 12 else f"{text[:11]}\u2026"
 
 
 def _panels(sizes: Sequence[tuple[float, float]], left: float = 48, bottom: float = 38) -> tuple[Figure, list[Axes]]:
-    """Quiet axes side by side, each of its width and height in points with its labels."""
+    """A figure with plain axes side by side, each of its width and height in points including labels."""
     width, height = sum(size[0] for size in sizes), max(size[1] for size in sizes)
     figure, x, panels = Figure(figsize=(width / 72, height / 72)), 0.0, []
     for wide, high in sizes:

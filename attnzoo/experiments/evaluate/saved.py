@@ -1,4 +1,4 @@
-"""What is measured, and the files that a result becomes."""
+"""The model to evaluate, and the files of a result."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from attnzoo.files import parse_json, write_whole
 from attnzoo.trained.model import TrainedModel, fresh_model, load_trained
 from attnzoo.training.recipe import load_config
 
-FOLDER = "evaluations"  # in a run's folder
+FOLDER = "evaluations"  # folder of results in a run's folder
 
 
 def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:
-    """A run, a model folder, or a model with fresh weights by the name of a configuration.
+    """The model of a run or a model folder, or one with fresh weights by the name of a configuration.
 
     Args:
         what: the folder of a run, a folder in Hugging Face's layout, a configuration file, or the name of a built-in
             configuration or preset.
-        device: where the model goes.
-        dtype: of the weights; None keeps theirs.
+        device: the device of the model.
+        dtype: the dtype of the weights; None keeps theirs.
 
     Raises:
         FileNotFoundError: nothing of that name; the nearest is named.
@@ -47,12 +47,12 @@ def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None)
 
 
 def document(subject: TrainedModel, name: str, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
-    """A result with what it is of, as JSON holds it.
+    """A result with its model and options, as a dict for JSON.
 
     Args:
-        subject: what was measured.
-        name: of the evaluation.
-        options: that were given, those that several evaluations read among them.
+        subject: the model that was measured.
+        name: name of the evaluation.
+        options: the given options, shared ones included.
         result: a dataclass.
     """
     return {
@@ -67,7 +67,7 @@ def document(subject: TrainedModel, name: str, options: Mapping[str, Any], resul
 
 
 def as_json(value: Any) -> Any:
-    """Dataclasses, arrays and numbers as JSON holds them: what is not a number is null; six digits of the others."""
+    """A value of dataclasses, arrays and numbers for JSON: nan becomes null, other numbers have six digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
@@ -82,7 +82,7 @@ def as_json(value: Any) -> Any:
 
 
 def file_name(name: str, options: Mapping[str, Any]) -> str:
-    """A name for the files of an evaluation, another one for other options; of paths it has the last part."""
+    """The name of an evaluation's files, which depends on its options; of paths it has the last part."""
     parts = [name]
     for key, value in options.items():
         several = value if isinstance(value, tuple) else (value.name if isinstance(value, Path) else value,)
@@ -91,15 +91,15 @@ def file_name(name: str, options: Mapping[str, Any]) -> str:
 
 
 def check_own(folder: Path, name: str, title: str) -> None:
-    """Refuse to write a model's result over that of another.
+    """Raise where writing a model's result would overwrite another's.
 
     Args:
-        folder: where it would go.
-        name: of its files, without an ending.
-        title: of the model.
+        folder: the folder of results.
+        name: name of the files, without an ending.
+        title: title of the model.
 
     Raises:
-        FileExistsError: a result of another model is there, or something that is none.
+        FileExistsError: the file holds a result of another model, or no result.
     """
     path = folder / f"{name}.json"
     if not path.exists():
@@ -115,14 +115,14 @@ def check_own(folder: Path, name: str, title: str) -> None:
 def save(
     folder: Path, name: str, found: Mapping[str, Any], figure: Figure | None, page: str | None = None
 ) -> list[Path]:
-    """Write a result, and its picture and page where there are any; each file is whole or as it was.
+    """Write a result, and its figure and page if given, each file whole or not at all.
 
     Args:
-        folder: made if need be.
-        name: of the files, without an ending.
-        found: as :func:`document` gives it.
-        figure: the picture.
-        page: of HTML.
+        folder: the folder, made if it does not exist.
+        name: name of the files, without an ending.
+        found: the result as :func:`document` returns it.
+        figure: the figure.
+        page: an HTML page.
 
     Returns:
         The files.

@@ -1,4 +1,4 @@
-"""The evaluations by name: what each measures, which options it takes, how its result is shown."""
+"""The table of evaluations by name: their measurement, options and presentation."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """What it measures, in a sentence."""
+        """A sentence about what it measures."""
         return " ".join((inspect.getdoc(self.measure) or "").partition("\n\n")[0].split())
 
     @property
     def words(self) -> dict[str, str]:
-        """What each option is."""
+        """The description of each option."""
         text = (inspect.getdoc(self.measure) or "").partition("Args:\n")[2]
         return {
             name: " ".join(said.split()) for name, said in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.M)
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options with their defaults."""
+        """The options with their defaults."""
         parameters = inspect.signature(self.measure).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -70,10 +70,10 @@ EVALUATIONS: dict[str, Evaluation] = {
 
 
 def evaluation(name: str) -> Evaluation:
-    """The evaluation of that name; a task asks for its answers.
+    """The evaluation of that name; a task's name means its answers.
 
     Raises:
-        ValueError: there is none; the nearest is named.
+        ValueError: no such evaluation; the message gives the nearest name.
     """
     if is_task(name):
         return Evaluation(measures.ask_task, ("length", "rows", "seed"), lines.answers, None)
@@ -86,10 +86,10 @@ def measure(subject: TrainedModel, name: str, options: Mapping[str, Any], common
     """The result of an evaluation, a dataclass.
 
     Args:
-        subject: what is measured.
-        name: of the evaluation or of a task.
-        options: of it, by name.
-        common: what several read; of it this one is given what it reads.
+        subject: the model to measure.
+        name: name of the evaluation or of a task.
+        options: its options, by name.
+        common: the shared options, of which it gets those that it reads.
 
     Raises:
         ValueError: no such evaluation or option, or one of the wrong kind or out of range.
@@ -111,5 +111,5 @@ def measure(subject: TrainedModel, name: str, options: Mapping[str, Any], common
 
 
 def unread(names: Sequence[str], given: Sequence[str]) -> str | None:
-    """The first of the given fields of :class:`Common` that no evaluation of these names reads."""
+    """The first given field of :class:`Common` that none of the named evaluations reads, or None."""
     return next((field for field in given if not any(field in evaluation(name).reads for name in names)), None)

@@ -1,4 +1,4 @@
-"""One HTML page about several runs: style, figures and script are all inside it, nothing is loaded."""
+"""Self-contained HTML pages about several runs, with style, figures and script inside."""
 
 from attnzoo.experiments.report.page import render, terminal_table, write_report
 from attnzoo.experiments.report.results import Facts, RunResult, load_result, save_result

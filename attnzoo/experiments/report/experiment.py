@@ -1,4 +1,4 @@
-"""From the outcome of an experiment to its page, to a table for the terminal, and to a summary in Markdown."""
+"""Reports of an experiment's outcome: an HTML page, a table for the terminal, and a summary in Markdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEST = (
 
 
 def write_page(experiment: Experiment, outcome: Outcome, path: Path) -> Path:
-    """Write the page about an outcome, whole in itself, in one move."""
+    """Write the self-contained page about an outcome, atomically."""
     write_whole(path, render_experiment(experiment, outcome))
     return path
 
@@ -67,7 +67,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
 
 
 def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
-    """What was expected and what was seen, for the terminal."""
+    """A terminal table of the expectations and their verdicts."""
     table = new_table("expected", "verdict", "numbers", prose=["expected", "numbers"])
     colors = {"seen": "green", "not seen": "red", "undecided": "yellow"}
     for expectation, verdict in outcome.verdicts(experiment):
@@ -76,7 +76,7 @@ def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
 
 
 def hints(outcome: Outcome) -> list[str]:
-    """What to do where no model has learnt anything, or may not have, in sentences."""
+    """Advice, in sentences, where no model has learnt a task, or may not have."""
     return [
         f"No model is better than a guess in {probe!r}: always the same answer is {100 * wrong:.3g}% wrong. "
         + _advice([run for run in outcome.runs if run.values.get(probe) and run.guesses.get(probe)], probe)
@@ -124,14 +124,14 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
 
 
 def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
-    """A model's row of the table of numbers, for the terminal."""
+    """An arm's row of the table of numbers, for the terminal."""
     number, columns = experiment.arms.index(arm), _columns(experiment, outcome)
     cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}" for column in columns)
     return f"{arm.name} (learning rate {_rate(outcome, arm)}): {cells}"
 
 
 def budget(experiment: Experiment, outcome: Outcome) -> str:
-    """What was trained, in words."""
+    """A description of the trained models and budget."""
     tokens = sorted({run.tokens for run in outcome.runs if run.tokens})
     every = {(run.arm, run.lr, run.seed, run.tokens): run for run in (*outcome.tried, *outcome.runs)}.values()
     arms = len(experiment.arms)
@@ -157,13 +157,13 @@ def _arm(experiment: Experiment, arm: Arm, kind: tuple[str, int, str], look: Loo
 
 
 def _rate(outcome: Outcome, arm: Arm) -> str:
-    """The learning rate that an arm's runs have, in words."""
+    """The learning rate of an arm's runs, in words."""
     runs = outcome.of(arm.name)
     return rate_in_words(runs[0].lr) if runs else "–"
 
 
 def _columns(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
-    """Columns of the table of numbers: each probe at its places, of many at the first, the middle and the last."""
+    """The columns of the table of numbers: each probe at its places, or at three of many (first, middle, last)."""
     columns = []
     for probe in experiment.probes:
         places = places_of(probe, outcome)
@@ -179,7 +179,7 @@ def _columns(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _cell(values: Array, percent: bool) -> tuple[str, str]:
-    """Mean and standard error in words."""
+    """The mean and the standard error of values, in print."""
     if not (values.size and np.isfinite(values).all()):
         return ("–", "")
     scale, digits = (100, 2) if percent else (1, 3)
@@ -189,7 +189,7 @@ def _cell(values: Array, percent: bool) -> tuple[str, str]:
 
 
 def _grids(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
-    """The tables of arms, in colours that are the same in all tables of one probe."""
+    """The grids of arms; tables of one probe share their colours."""
     percent = {probe.name: probe.percent for probe in experiment.probes}
     numbers: dict[str, list[float]] = {}
     for grid in experiment.grids:
@@ -216,7 +216,7 @@ def _mean(grid: Grid, arm: str, outcome: Outcome) -> float:
 
 
 def _maps(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
-    """For each arm a table of the places of some probes and of these probes."""
+    """For each arm a table with a row per place and a column per probe."""
     probes = [probe for probe in experiment.probes if probe.name in experiment.maps]
     tables = []
     for arm in experiment.arms if probes else ():
@@ -242,7 +242,7 @@ def _field(values: Array, percent: bool, limits: tuple[float, float]) -> dict[st
 
 
 def _rates(experiment: Experiment, outcome: Outcome) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """Held-out loss of every learning rate that an arm was tried at, and whether it was taken."""
+    """The held-out loss of every learning rate that was tried for an arm, and whether it was chosen."""
     rows = []
     for arm in experiment.arms:
         tried: list[Trained] = [run for run in outcome.tried if run.arm == arm.name]

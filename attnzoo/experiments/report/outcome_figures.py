@@ -28,9 +28,11 @@ OVERLAY = "means of the seeds with their standard errors"
 
 
 def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str, str]:
-    """The outcome in one figure, what it shows in words, and how to read it: the first picture that lays several arms
-    over each other, or what a part gains on either side, if that is asked, else every run, at the last place that the
-    first expectation is about."""
+    """The main figure of an outcome, with its caption and a note on how to read it.
+
+    It is the first overlay, or the gains of both sides if the experiment has them, else every run at the last place of
+    the first expectation.
+    """
     if experiment.overlays:
         return run_figures.overlay(overlaid(experiment, 0, outcome)), experiment.overlays[0].title, OVERLAY
     kinds, looks = kinds_and_looks(experiment)
@@ -47,7 +49,7 @@ def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str, str]
 
 
 def kinds_and_looks(experiment: Experiment) -> tuple[dict[str, tuple[str, int, str]], dict[str, Look]]:
-    """Side, pair and dual of each arm, and how it is drawn."""
+    """The side, pair and dual of each arm, and its look in figures."""
     kinds = {arm.name: figures.kind_of(_variants(arm)) for arm in experiment.arms}
     return kinds, figures.looks([(name, pair, side) for name, (side, pair, _) in kinds.items()])
 
@@ -58,12 +60,12 @@ def _variants(arm: Arm) -> list[str]:
 
 
 def places_of(probe: Probe, outcome: Outcome) -> list[float]:
-    """Where a probe measured anything of any arm."""
+    """The places at which a probe measured any arm."""
     return sorted({place for run in outcome.runs for place in run.values.get(probe.name, {})})
 
 
 def numbers_at(outcome: Outcome, arm: str, probe: str, place: float) -> Array:
-    """A number of an arm's runs, nan where a probe had nothing to measure."""
+    """The number of each run of an arm at a place, nan where the probe had nothing to measure."""
     found = [run.values.get(probe, {}).get(place, math.nan) for run in outcome.of(arm)]
     return np.array(found, dtype=np.float64)
 
@@ -71,7 +73,7 @@ def numbers_at(outcome: Outcome, arm: str, probe: str, place: float) -> Array:
 def section(
     experiment: Experiment, probe: Probe, outcome: Outcome, kinds: dict[str, Any], looks: dict[str, Look]
 ) -> dict[str, Any]:
-    """A probe's figure: curves by side over its places, or the runs of every arm at its only one."""
+    """The figure of a probe: curves by side over its places, or every run at its only place."""
     places = places_of(probe, outcome)
     arms = [arm for arm in experiment.arms if outcome.places(arm.name, probe.name)]
     if len(places) < 2:
@@ -102,7 +104,7 @@ def _runs_figure(
     experiment: Experiment, probe: Probe, at: float | None, outcome: Outcome, kinds: dict[str, Any],
     looks: dict[str, Look],
 ) -> Figure:  # fmt: skip
-    """Every run of the arms that a probe measured, at one place of it."""
+    """A figure of every run that a probe measured, at one place."""
     rows = [
         run_figures.Runs(arm.name, arm.name, outcome.values(Value(arm.name, probe.name, at)), looks[arm.name],
                          kinds[arm.name][0] == "softmax")
@@ -125,7 +127,7 @@ def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:
 
 
 def overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
-    """Pictures of several arms and probes, with what they show."""
+    """The overlays of an experiment, with captions."""
     found = []
     for number, overlay in enumerate(experiment.overlays):
         shown = overlaid(experiment, number, outcome)
@@ -136,10 +138,10 @@ def overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
 
 
 def overlaid(experiment: Experiment, number: int, outcome: Outcome) -> run_figures.Overlaid:
-    """What one of an experiment's overlays shows; what has no number yet is left out.
+    """The data of one overlay, without curves and points that have no numbers yet.
 
-    A label has one colour in all of them. What a forget network decides is solid (or dashed and dotted, where colours
-    come again), what no network decides dashed, and what looks ahead dotted.
+    A label has one colour in all overlays. Rules by a forget network are solid (or dash-dotted, where colours repeat),
+    other rules dashed, and rules that look ahead dotted.
     """
     overlay = experiment.overlays[number]
     probes = {probe.name: probe for probe in experiment.probes}
@@ -168,7 +170,7 @@ def _look(probe: Probe, again: int, color: int) -> Look:
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:
-    """The limits that claims set to a probe."""
+    """The limits of a probe in the expectations' claims."""
     flat = [part for each in experiment.expectations for part in getattr(each.claim, "claims", (each.claim,))]
     return sorted({x.limit for x in flat if isinstance(x, AtMost | AtLeast) and x.value.probe == probe.name})
 
@@ -176,7 +178,7 @@ def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:
 def gains(
     experiment: Experiment, outcome: Outcome, kinds: dict[str, Any], looks: dict[str, Look]
 ) -> list[dict[str, str]]:
-    """What each change gains on one side against what it gains on the other, with the correlation."""
+    """Figures of each change's gain on one side against that on the other, with the correlation."""
     found: list[dict[str, str]] = []
     for each in experiment.judged(outcome.size):
         if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):

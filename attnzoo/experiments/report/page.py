@@ -1,4 +1,4 @@
-"""From results to the page and to the terminal's table."""
+"""The page and the terminal's table of a comparison's results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from attnzoo.terminal import new_table
 
 SIDES = ("softmax", "linear")
 MAPS_PER_LAYER = 4
-POINTS = 320  # per curve: more than a phone or a laptop can show in one panel
+POINTS = 320  # most points of a curve, more than a screen resolves
 
 
 @dataclass(frozen=True)
 class Panels:
-    """A titled figure of one panel per side of each group: (caption, svg)."""
+    """A titled figure with one panel (caption, svg) per side of each group."""
 
     title: str
     text: str
@@ -37,10 +37,10 @@ def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comp
     """Render ``results`` and write the page to ``path`` in one move.
 
     Args:
-        results: of the runs, measured on the same held-out windows.
-        path: the page; its folder is made.
+        results: the runs' results, on the same held-out windows.
+        path: the page's path; its folder is made.
         title: the heading.
-        command: the command line that made it, shown on the page.
+        command: the command line, shown on the page.
 
     Raises:
         ValueError: no results, results that were not measured on the same held-out windows, or a folder as `path`.
@@ -54,7 +54,7 @@ def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comp
 
 
 def render(results: Sequence[RunResult], *, title: str = "comparison", command: str = "") -> str:
-    """The page as a string; see :func:`write_report`."""
+    """The page as HTML text; see :func:`write_report`."""
     _check(results)
     results = sorted(results, key=lambda r: (r.facts.pair, SIDES.index(r.facts.side), r.facts.key))
     ordered = _ordered(results)
@@ -125,14 +125,14 @@ def terminal_table(results: Sequence[RunResult]) -> Table:
 
 
 def number(value: float) -> str:
-    """Three or four figures, never an exponent that a reader must decode below a million."""
+    """A number in three or four digits, without an exponent below a million."""
     if not np.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.3f}"
 
 
 def _spread(error: float) -> str:
-    """A standard error; a single window has none."""
+    """A standard error in print; a dash for nan."""
     return f"{error:.4f}" if np.isfinite(error) else "–"
 
 
@@ -155,7 +155,7 @@ def _check(results: Sequence[RunResult]) -> None:
 
 
 def _check_windows(results: Sequence[RunResult]) -> None:
-    """Losses on different text say nothing about each other."""
+    """Raise where results were measured on different windows."""
     by_text: dict[str, list[str]] = {}
     for result in results:
         by_text.setdefault(result.facts.heldout, []).append(result.facts.label)
@@ -194,7 +194,7 @@ def _row(result: RunResult, ordered: Sequence[RunResult], look: Look) -> dict[st
 
 
 def _summary(ordered: Sequence[RunResult]) -> list[str]:
-    """What was measured, in sentences that hold for any outcome."""
+    """A description of the measurements, in sentences that hold for any outcome."""
     best, worst = ordered[0], ordered[-1]
     context, length = best.facts.context, best.length
     sentences = []
@@ -224,7 +224,7 @@ def _summary(ordered: Sequence[RunResult]) -> list[str]:
 
 
 def _layers(results: Sequence[RunResult]) -> str:
-    """How the layers differ besides their gates; empty when they do not."""
+    """A description of how the layers differ besides their gates; empty where they do not."""
     everywhere = [part for part in results[0].facts.parts if all(part in other.facts.parts for other in results)]
     having: dict[str, list[str]] = {}
     for result in results:
@@ -244,7 +244,7 @@ def _budget(results: Sequence[RunResult]) -> str:
 
 
 def _duals(groups: dict[str, list[RunResult]], looks: dict[str, Look], what: str) -> list[tuple[str, str]]:
-    """For each group a row per pair in the order of their losses, by ``loss`` or ``speed``; (caption, svg)."""
+    """Figures (caption, svg) per group, with a row per pair ordered by loss, of the ``loss`` or the ``speed``."""
     xlabel = "held-out loss, nats" if what == "loss" else "thousand tokens trained per second"
     better = "loss: left is better" if what == "loss" else "speed: right is better"
     panels = []
@@ -266,7 +266,7 @@ def _dot(result: RunResult, look: Look, what: str) -> Dot:
 
 def _training(results: Sequence[RunResult], looks: dict[str, Look]) -> Panels:
     lines = {}
-    results = [result for result in results if result.curve.size]  # stopped before its first row, one has no curve
+    results = [result for result in results if result.curve.size]  # a run stopped before its first row has no curve
     if not results:
         return Panels("Training", "No step was logged before the checkpoints that were measured.", ())
     for result in results:
@@ -305,7 +305,7 @@ def _token_loss(results: Sequence[RunResult], looks: dict[str, Look]) -> Panels:
 def _perplexity(results: Sequence[RunResult], looks: dict[str, Look]) -> Panels:
     context, length = results[0].facts.context, results[0].length
     lines, early = {}, []
-    start = context // 2  # P(l) of a few tokens is far above all that matters later
+    start = context // 2  # P(l) of the first tokens would stretch the axis
     for result in results:
         lines[result.facts.key] = _line(result, looks, np.arange(1.0, length + 1), result.perplexity)
         early.append(result.perplexity[start:context])
@@ -324,7 +324,7 @@ def _line(result: RunResult, looks: dict[str, Look], x: Array, y: Array) -> Line
 
 
 def _limits(every: Array, core: Array) -> tuple[float, float]:
-    """Limits that show ``core`` well: a curve that runs away is cut one and a half times its height above it."""
+    """Axis limits around ``core``; values above 1.5 times its height over its top are cut off."""
     every, core = every[np.isfinite(every)], core[np.isfinite(core)]
     if not every.size or not core.size:
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""What the report knows of one run, kept in the run's directory as ``evaluation.json`` and ``evaluation.npz``."""
+"""The result of one run in a comparison, saved in the run's folder as ``evaluation.json`` and ``evaluation.npz``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Facts:
 
     Args:
         key: name of the run's directory, unique in a comparison.
-        label: what a reader sees, such as ``fox (acp)``.
+        label: shown name, such as ``fox (acp)``.
         variant: name in the registry.
         side: ``softmax`` or ``linear``.
-        pair: number of its row in the table of pairs, from 1.
+        pair: number of its pair in the table of pairs, from 1.
         dual: name of the variant on the other side.
         parameters: trainable parameters of the whole model.
         context: tokens per training sequence.
@@ -45,16 +45,16 @@ class Facts:
         tokens: tokens trained on.
         seconds: time of the training steps.
         tokens_per_second: median over the logged steps.
-        unit: what a token is, ``byte`` or ``token``.
-        model: its size and layer, in words.
-        parts: what its attention layers have besides projections, gate and core.
-        text: what it was trained on, in words.
+        unit: ``byte`` or ``token``.
+        model: sizes and layer, in words.
+        parts: parts of its attention layers besides projections, gate and core.
+        text: training data, in words.
         settings: the run's configuration as YAML.
         command: the command line that trained it.
-        machine: what it ran on, by name.
-        checkpoint: which one was measured, as `attnzoo.training.checkpoint.identity` names it.
-        heldout: a digest of the held-out windows that it was measured on.
-        group: of the runs that it is shown beside; empty where all are shown together.
+        machine: name of the machine.
+        checkpoint: identity of the measured checkpoint (`attnzoo.training.checkpoint.identity`).
+        heldout: a digest of the held-out windows.
+        group: group of runs that are shown together; empty where all are.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run, measured.
+    """The measurements of one run.
 
     Args:
         facts: numbers and names.
@@ -104,12 +104,12 @@ class RunResult:
 
     @property
     def token_loss(self) -> Array:
-        """L(i), ``[length]``."""
+        """L(i), the mean loss by position, ``[length]``."""
         return np.asarray(self.losses.mean(0), dtype=np.float64)
 
     @property
     def perplexity(self) -> Array:
-        """P(l), ``[length]``."""
+        """P(l), the perplexity by context length, ``[length]``."""
         return perplexity_over_lengths(self.token_loss)
 
     @property
@@ -118,12 +118,12 @@ class RunResult:
         return mean_and_error(self.losses[:, : self.facts.context])
 
     def behind(self, other: RunResult) -> tuple[float, float]:
-        """How far its final loss is above ``other``'s, and the standard error of that over the shared windows."""
+        """The difference of its final loss and ``other``'s, and its standard error over the shared windows."""
         context = self.facts.context
         return mean_and_error(self.losses[:, :context] - other.losses[:, :context])
 
     def kept(self, bound: str) -> float:
-        """Share of blocks kept by ``bound``, mean over the heads of all layers; nan where nothing prunes."""
+        """The computed share of blocks by ``bound``, mean over the heads of all layers; nan where no layer prunes."""
         shares = [gate.prune[bound].kept.mean() for gate in self.gates if bound in gate.prune]
         return float(np.mean(shares)) if shares else math.nan
 
@@ -152,7 +152,7 @@ def _digest(saved: dict[str, Any]) -> str:
 
 
 def load_result(run_dir: Path) -> RunResult:
-    """Read what :func:`save_result` wrote.
+    """The result that :func:`save_result` wrote.
 
     Raises:
         FileNotFoundError: the run has not been evaluated.
@@ -184,10 +184,9 @@ def _load_gate(row: dict[str, Any], arrays: dict[str, Array]) -> GateMap:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The runs that ``paths`` mean: each is a run, or a folder with runs directly inside it.
+    """The run folders of ``paths``, each a run or a folder with runs directly inside it.
 
-    Of a folder the measured runs are taken, and all runs when none is measured; a line of the log names those that are
-    left out.
+    Of a folder only measured runs count, or all runs if none is measured; runs that are left out are logged.
 
     Raises:
         FileNotFoundError: a path does not exist, or there is no run in it.
@@ -210,8 +209,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def describe_machine(accelerator: bool = True) -> dict[str, str]:
-    """Processor, cores, accelerator (if it is used) and versions of what runs now, without anything that names its
-    owner."""
+    """A description of this machine (processor, cores, GPU if used, versions), without names of its owner."""
     import torch
 
     machine = {
@@ -250,7 +248,7 @@ def describe_sizes(model: ModelConfig) -> str:
 
 
 def describe_layers(model: LanguageModel) -> list[str]:
-    """What the attention layers have besides projections, gate and core."""
+    """The parts of the attention layers besides projections, gate and core."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     layers = [layer.config for layer in attentions]
     present = {

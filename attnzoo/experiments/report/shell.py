@@ -1,4 +1,4 @@
-"""What the pages share: a shell of HTML with style and script inside it, filled from a template."""
+"""The HTML shell of all pages, with style and script inside, filled from a template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fill(template: str, **context: Any) -> str:
 
     Args:
         template: file name.
-        context: what it needs; `title` is the heading.
+        context: the template's variables; `title` is the heading.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
