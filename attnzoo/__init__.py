@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
     from attnzoo.layer.weight_decay import param_groups
-    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pair_for, pairs, register
+    from attnzoo.pair import Pair
+    from attnzoo.registry import Variant, dual, get, list_variants, pair_for, pairs, register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,6 +49,7 @@ _HOMES = {
     "Evict": "algebra.pruning",
     "Forgetting": "forgetting.rules",
     "Gate": "algebra.gate",
+    "Pair": "pair",
     "KVCache": "forms.caches.state",
     "RecurrentState": "forms.caches.state",
     "Prune": "algebra.pruning",

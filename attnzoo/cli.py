@@ -45,7 +45,8 @@ def list_pairs(presets: bool) -> None:
         return _list_presets()
     from attnzoo.algebra.gate import PARTS, groups
     from attnzoo.equations import in_ascii
-    from attnzoo.registry import broken_plugins, pairs, product_of
+    from attnzoo.pair import product_of
+    from attnzoo.registry import broken_plugins, pairs
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are said below

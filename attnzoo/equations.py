@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attnzoo.algebra.gate import PARTS
-from attnzoo.registry import PAIRS, PRODUCTS, Pair, Variant, get, pairs
+from attnzoo.pair import Pair
+from attnzoo.registry import PAIRS, PRODUCTS, Variant, get, pairs
 
 WIDTH = 80
 LABEL = 12  # columns before the text

@@ -27,6 +27,7 @@ FLOORS = (
     ("forgetting",),
     ("recurrences",),
     ("encodings",),
+    ("pair",),
     ("registry",),
     ("samples",),
     ("testing",),
