@@ -11,7 +11,7 @@ from attnzoo.evaluation import AttentionMaps, EffectiveContext, EpsSweep, Length
 from attnzoo.kernels.common.constants import ROW_UNIT
 
 if TYPE_CHECKING:
-    from attnzoo.evaluation.harness import HarnessScores
+    from attnzoo.experiments.evaluate.harness import HarnessScores
 
 WIDTH = 80
 

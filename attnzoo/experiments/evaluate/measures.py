@@ -45,7 +45,7 @@ from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
 from attnzoo.training.digests import MODEL, damage
 
 if TYPE_CHECKING:
-    from attnzoo.evaluation.harness import HarnessScores
+    from attnzoo.experiments.evaluate.harness import HarnessScores
 
 logger = logging.getLogger("attnzoo.evaluation")
 
@@ -308,14 +308,12 @@ def harness(
         limit: questions that are asked; none for all.
         shots: examples before each; none for what the task says.
     """
-    from attnzoo.evaluation.harness import run_harness
+    from attnzoo.experiments.evaluate.harness import run_harness
 
     if len(common.length) > 1:
         raise ValueError(f"length: expected one, the window of the model, got {list(common.length)}")
     most = common.length[0] if common.length else subject.context
-    return run_harness(
-        subject.model, subject.encode, subject.decode, subject.end, task, limit, shots, most, subject.stop
-    )
+    return run_harness(subject, task, limit, shots, most)
 
 
 def _context(subject: TrainedModel, usual: int | None = None) -> int:

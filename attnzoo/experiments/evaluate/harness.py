@@ -6,7 +6,7 @@ file of one's own, with questions in a file beside it, needs none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,12 +16,13 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
-from torch import Tensor, nn
 
 from attnzoo.data.tasks import UNASKED
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import nearest, unknown
 from attnzoo.evaluation.scores import score_targets
+from attnzoo.models.generation.engine import Generator
+from attnzoo.trained.model import TrainedModel
 
 TOKENS = 2**15  # tokens of a forward pass, if a row is not longer
 MOST = 256  # default of the tokens to generate
@@ -59,29 +60,20 @@ class HarnessModel(LM):  # type: ignore[misc]
     token sees.
 
     Args:
-        model: an :class:`attnzoo.models.LanguageModel`.
-        encode: a text's tokens, behind what stands before every text.
-        decode: the text of tokens; a :class:`~attnzoo.data.unfolding.Decoding` knows special tokens, at whose names a
-            text can be asked to end.
-        end: the token that ends a document; None where there is none.
+        asked: the model with its tokenizer; a text can be asked to end at the name of a special token, too.
         window: most tokens that the model is given; None for no limit.
-        stop: other tokens that end what it writes.
 
     Raises:
         ValueError: a window below 1.
     """
 
-    def __init__(
-        self, model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
-        end: int | None, window: int | None = None, stop: Collection[int] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, asked: TrainedModel, window: int | None = None) -> None:
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"window: expected at least 1 token, got {window}")
-        self.model, self.encode, self.decode, self.end, self.window = model, encode, decode, end, window
-        self.stop = frozenset(stop) | (frozenset() if end is None else {end})
-        self.before = encode("")
-        self._device = next(model.parameters()).device
+        self.model, self.encode, self.decode, self.window = asked.model, asked.encode, asked.decode, window
+        self.end, self.stop = asked.end, asked.stop
+        self.before = asked.encode("")
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of a continuation after a context, and whether greedy decoding would give it.
@@ -126,33 +118,49 @@ class HarnessModel(LM):  # type: ignore[misc]
 
         Args:
             requests: of lm-eval, with the arguments (context, settings). Settings are `until` (a text or several),
-                `max_gen_toks`, `do_sample` with `temperature` and `top_k`; `top_p` must be 1.
+                `max_gen_toks`, and `do_sample` with `temperature`, `top_k` and `top_p`.
 
         Raises:
-            ValueError: another setting, or a window without room for a context.
+            ValueError: another setting, one out of its range, or a window without room for a context.
         """
-        order = sorted(range(len(requests)), key=lambda n: (str(requests[n].args[1]), -len(requests[n].args[0])))
-        texts, first = [""] * len(requests), 0
-        while first < len(order):
-            settings = requests[order[first]].args[1]
-            contexts: list[list[int]] = []
-            most = int(settings.get("max_gen_toks", MOST))
-            if self.window is not None and self.window <= most:
-                raise ValueError(
-                    f"window: expected more than the {most} tokens to generate (max_gen_toks), got {self.window}"
-                )
-            for number in order[first:]:
-                context, other = requests[number].args
-                tokens = [*self._start(context), *self._tokens(context)]
-                tokens = tokens[most - self.window :] if self.window is not None else tokens
-                longest = max(map(len, [*contexts, tokens])) + most
-                if other != settings or (contexts and longest * (len(contexts) + 1) > TOKENS):
-                    break
-                contexts.append(tokens)
-            for number, text in zip(order[first:], self._continued(contexts, settings, most), strict=False):
-                texts[number] = text
-            first += len(contexts)
+        asked = [self._continuation(*request.args) for request in requests]
+        if not asked:
+            return []
+        longest = max(len(tokens) + most for tokens, most, _, _ in asked)
+        generator = Generator(self.model, max(1, min(len(asked), TOKENS // longest)), longest, check_every=1)
+        texts, unfolding = [""] * len(asked), dict[int, tuple[int, Unfolding]]()
+        for number in sorted(range(len(asked)), key=lambda n: -len(asked[n][0])):
+            tokens, most, until, sampling = asked[number]
+            place = generator.add(tokens, most, stop=self.stop, seed=number, **sampling)
+            unfolding[place] = number, Unfolding(self.decode, stop=until)
+        for known in generator.stream():
+            for place in known:
+                request, (number, text) = generator.requests[place], unfolding[place]
+                ended = request.tokens[-1] in request.stop
+                texts[number] += text.after(request.tokens[:-1] if ended else request.tokens, request.done)
+                if text.ended:
+                    generator.cancel(place)
         return texts
+
+    def _continuation(
+        self, context: str, settings: Mapping[str, Any]
+    ) -> tuple[list[int], int, list[str], dict[str, Any]]:
+        """A context's tokens, how many may follow at most, the texts to stop at, and how tokens are drawn."""
+        for name in settings:
+            if name not in SETTINGS:
+                raise unknown("setting", name, SETTINGS, of="generate_until")
+        most, until = int(settings.get("max_gen_toks", MOST)), settings.get("until") or []
+        if self.window is not None and self.window <= most:
+            raise ValueError(
+                f"window: expected more than the {most} tokens to generate (max_gen_toks), got {self.window}"
+            )
+        tokens = [*self._start(context), *self._tokens(context)]
+        tokens = tokens[most - self.window :] if self.window is not None else tokens
+        temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+        sampling = {
+            "temperature": temperature, "top_k": settings.get("top_k") or None, "top_p": float(settings.get("top_p", 1))
+        }  # fmt: skip
+        return tokens, most, [text for text in ([until] if isinstance(until, str) else until) if text], sampling
 
     def _tokens(self, text: str) -> list[int]:
         """The tokens of a text without the special tokens that the tokenizer puts before it."""
@@ -199,54 +207,6 @@ class HarnessModel(LM):  # type: ignore[misc]
                 found[number] = (sum_of, not any_of)
         return found
 
-    @torch.inference_mode()
-    def _continued(self, contexts: Sequence[list[int]], settings: Mapping[str, Any], most: int) -> list[str]:
-        """The text generated after each context."""
-        for name in settings:
-            if name not in SETTINGS:
-                raise unknown("setting", name, SETTINGS, of="generate_until")
-        if settings.get("top_p", 1) != 1:
-            raise ValueError(f"top_p: expected 1 in generate_until, got {settings['top_p']}")
-        until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        length, model = max(map(len, contexts)), self.model
-        tokens = torch.zeros(len(contexts), length, dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for line, context in enumerate(contexts):
-            tokens[line, length - len(context) :] = torch.tensor(context)
-            mask[line, length - len(context) :] = 1
-        whole: Any = model
-        cache, random = whole.new_cache(), torch.Generator(self._device).manual_seed(0)
-        step, given = tokens.to(self._device), None if bool(mask.all()) else mask.to(self._device)
-        new: list[list[int]] = [[] for _ in contexts]
-        unfolding = [Unfolding(self.decode, stop=[text for text in until if text]) for _ in contexts]
-        texts, open_rows = [""] * len(contexts), set(range(len(contexts)))
-        for number in range(1, most + 1):
-            hidden = whole.hidden(step, attention_mask=given, cache=cache)
-            step, given = _drawn(whole.head(hidden[:, -1]).float(), settings, random), None
-            for row in list(open_rows):
-                token = int(step[row])
-                ended = token in self.stop
-                new[row] += [] if ended else [token]
-                texts[row] += unfolding[row].after(new[row], ended or number == most)
-                if ended or unfolding[row].ended:
-                    open_rows.remove(row)
-            if not open_rows:
-                break
-        return texts
-
-
-def _drawn(logits: Tensor, settings: Mapping[str, Any], random: torch.Generator) -> Tensor:
-    """The drawn tokens [B, 1] for logits [B, vocabulary]."""
-    temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if settings.get("top_k"):
-        smallest = logits.topk(min(int(settings["top_k"]), logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, at any temperature
-    return torch.multinomial(logits.softmax(-1), 1, generator=random)
-
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield batches of row numbers, the longest rows first, with a bounded number of tokens including padding."""
@@ -259,17 +219,16 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def run_harness(
-    model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str], end: int | None,
-    task: str, limit: int | None = None, shots: int | None = None, window: int | None = None,
-    stop: Collection[int] = (),
-) -> HarnessScores:  # fmt: skip
+    asked: TrainedModel, task: str, limit: int | None = None, shots: int | None = None, window: int | None = None
+) -> HarnessScores:
     """The scores of a model on one of lm-eval's tasks, or on a task that a file defines.
 
     Args:
-        model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end`, `window` and `stop`.
+        asked: the model with its tokenizer.
         task: a name that lm-eval knows, or a YAML or JSON file in its format, with its `data_files` beside it.
         limit: questions that are asked; None for all.
         shots: examples before each; None for what the task says.
+        window: see :class:`HarnessModel`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -279,9 +238,9 @@ def run_harness(
     for name, least, number in (("limit", 1, limit), ("shots", 0, shots)):
         if number is not None and number < least:
             raise ValueError(f"{name}: expected at least {least}, got {number}")
-    adapter = HarnessModel(model, encode, decode, end, window, stop)
+    adapter = HarnessModel(asked, window)
     own = task.endswith((".yaml", ".yml", ".json"))
-    asked: Any = _definition(Path(task)) if own else task
+    questions: Any = _definition(Path(task)) if own else task
     manager = TaskManager(include_defaults=not own)  # reading all stock tasks takes a minute
     if not own and task not in manager.all_tasks:
         close = nearest(task, manager.all_tasks)
@@ -289,7 +248,7 @@ def run_harness(
             f"task: lm-eval has none of the name {task!r}" + (f"; did you mean {close!r}?" if close else "")
         )
     found = simple_evaluate(
-        adapter, tasks=[asked], num_fewshot=shots, limit=limit, log_samples=False, bootstrap_iters=1000,
+        adapter, tasks=[questions], num_fewshot=shots, limit=limit, log_samples=False, bootstrap_iters=1000,
         task_manager=manager,
     )  # fmt: skip
     scores = {

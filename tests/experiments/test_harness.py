@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ INSTALLED = find_spec("lm_eval") is not None
 
 
 def adapter_module():
-    name, taken = "attnzoo.evaluation.harness", {"lm_eval": "simple_evaluate", "lm_eval.tasks": "TaskManager"}
+    name, taken = "attnzoo.experiments.evaluate.harness", {"lm_eval": "simple_evaluate", "lm_eval.tasks": "TaskManager"}
     if INSTALLED:
         return importlib.import_module(name)
     for place, what in {**taken, "lm_eval.api": "model", "lm_eval.api.model": "LM"}.items():
@@ -39,7 +39,7 @@ def adapter_module():
 
 
 harness = adapter_module()
-HarnessModel, run_harness = harness.HarnessModel, harness.run_harness
+run_harness = harness.run_harness
 
 
 class Request:
@@ -53,6 +53,16 @@ def encode(text):
 
 def decode(tokens):
     return bytes(tokens).decode("latin-1")
+
+
+def asked(model, encoded=encode, written=decode, end=END):
+    decoding = written if isinstance(written, Decoding) else Decoding(written)
+    stop = frozenset() if end is None else frozenset([end])
+    return SimpleNamespace(model=model, encode=encoded, decode=decoding, end=end, stop=stop)
+
+
+def adapted(model, *tokenizer, window=None, **of_it):
+    return harness.HarnessModel(asked(model, *tokenizer, **of_it), window)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +84,7 @@ def likelihood(model, tokens, asked):
 def test_continuations_are_scored_after_their_contexts_in_any_batch(model, monkeypatch, held):
     monkeypatch.setattr(harness, "TOKENS", held)
     asked = [("ab", "cd"), ("", "xyz"), ("a much longer context", " end"), ("two ", "2"), ("ab", "c")]
-    found = HarnessModel(model, encode, decode, END).loglikelihood([Request(*pair) for pair in asked])
+    found = adapted(model).loglikelihood([Request(*pair) for pair in asked])
     for (context, continuation), (value, greedy) in zip(asked, found, strict=True):
         tokens = [*(encode(context) or [END]), *encode(continuation)]
         count = len(continuation) + len(context) - len(context.rstrip())  # spaces at the end of the context count too
@@ -91,7 +101,7 @@ def test_a_continuation_that_merges_with_its_context_is_scored(model):
             text = text.replace(word, chr(token))
         return list(text.encode())
 
-    adapter = HarnessModel(model, merged, decode, END)
+    adapter = adapted(model, merged)
     pairs = [("x=s", "elf"), ("x=on", "e"), ("sel", "f"), ("ab", "a longer one")]
     found = adapter.loglikelihood([Request(*pair) for pair in pairs])
     rows = [([*b"x=", 1], 1), ([*b"x=", 2], 1), ([END, 1], 1), ([*b"aba longer ", 2], len(b" longer ") + 2)]
@@ -106,7 +116,7 @@ def test_a_continuation_that_merges_with_its_context_is_scored(model):
 def test_likeliest_continuation_is_greedy(model):
     tokens = encode("hello")
     best = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-    adapter = HarnessModel(model, lambda text: [ord(letter) for letter in text], decode, END)
+    adapter = adapted(model, lambda text: [ord(letter) for letter in text])
     ((_, greedy), (_, other)) = adapter.loglikelihood(
         [Request("hello", chr(best)), Request("hello", chr((best + 1) % 256 or 1))]
     )
@@ -115,20 +125,19 @@ def test_likeliest_continuation_is_greedy(model):
 
 
 def test_of_a_long_row_the_last_tokens_count(model):
-    adapter = HarnessModel(model, encode, decode, END, window=6)
+    adapter = adapted(model, window=6)
     ((value, _),) = adapter.loglikelihood([Request("abcdefghij", "klm")])
     assert value == pytest.approx(likelihood(model, encode("ghijklm"), 3)[0], rel=1e-4)
     with pytest.raises(ValueError, match="expected 1 to the window's 6 tokens, got 7"):
         adapter.loglikelihood([Request("a", "bcdefgh")])
     with pytest.raises(ValueError, match="window: expected at least 1"):
-        HarnessModel(model, encode, decode, END, window=0)
+        adapted(model, window=0)
 
 
 def test_every_token_of_a_text_is_scored_in_one_window(model):
     text = "0123456789"
     whole, cut = (
-        HarnessModel(model, encode, decode, END, window).loglikelihood_rolling([Request(text), Request("")])
-        for window in (None, 4)
+        adapted(model, window=window).loglikelihood_rolling([Request(text), Request("")]) for window in (None, 4)
     )
     tokens = [END, *encode(text)]
     assert whole == [pytest.approx(likelihood(model, tokens, 10)[0], rel=1e-4), 0.0]
@@ -140,11 +149,11 @@ def test_what_a_tokenizer_puts_first_stands_there_once(model):
     def starting(text):
         return [7, *text.encode()]
 
-    found = HarnessModel(model, starting, decode, None).loglikelihood([Request("ab", "cd"), Request("", "cd")])
+    found = adapted(model, starting, end=None).loglikelihood([Request("ab", "cd"), Request("", "cd")])
     for context, (value, _) in zip(("ab", ""), found, strict=True):
         assert value == pytest.approx(likelihood(model, [7, *encode(context + "cd")], 2)[0], rel=1e-4)
     with pytest.raises(ValueError, match="a token that ends documents"):
-        HarnessModel(model, encode, decode, None).loglikelihood([Request("", "cd")])
+        adapted(model, end=None).loglikelihood([Request("", "cd")])
 
 
 def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
@@ -154,7 +163,7 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
         tokens = torch.tensor([encode(context) or [END]])
         made = model.generate(tokens, 12, temperature=0)[0, tokens.shape[1] :].tolist()
         alone.append(decode(made[: made.index(END)] if END in made else made))
-    adapter = HarnessModel(model, encode, decode, END)
+    adapter = adapted(model)
     settings = {"until": [], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     assert adapter.generate_until([Request(context, settings) for context in contexts]) == alone
     stop = alone[1][5:7]
@@ -163,12 +172,14 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
     drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
     one, two = (adapter.generate_until([Request("ab", drawn)]) for _ in range(2))
     assert one == two != [alone[0][:6]]
-    for nearly in ({"top_k": 1}, {"temperature": 1e-45}):
+    for nearly in ({"top_k": 1}, {"temperature": 2e-38}, {"top_p": 1e-6}):
         (greedy,) = adapter.generate_until([Request("ab", {**drawn, **nearly})])
         assert greedy == alone[0][: len(greedy)]
-    for name, message in (("top_p", "expected 1 in"), ("topk", "did you mean 'top_k'")):
+    refused = (({"top_p": 1.5}, "top_p: expected above 0"), ({"topk": 5}, "did you mean 'top_k'"),
+               ({"do_sample": True, "temperature": 1e-45}, "temperature: expected a number that float32"))  # fmt: skip
+    for settings, message in refused:
         with pytest.raises(ValueError, match=message):
-            adapter.generate_until([Request("ab", {name: 0.5})])
+            adapter.generate_until([Request("ab", settings)])
 
 
 def test_generation_ends_at_a_special_tokens_name_and_what_follows_is_not_scored(model, monkeypatch):
@@ -177,12 +188,17 @@ def test_generation_ends_at_a_special_tokens_name_and_what_follows_is_not_scored
     decoding = Decoding(lambda tokens: decode([t for t in tokens if t != end_of_turn]), {"<|im_end|>": end_of_turn})
     steps: list[int] = []
 
-    def drawn(logits, settings, random):
-        steps.append(written[len(steps) % len(written)])
-        return torch.tensor([[steps[-1]]])
+    class Writes(torch.nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.weight = head.weight
 
-    monkeypatch.setattr(harness, "_drawn", drawn)
-    adapter = HarnessModel(model, encode, decoding, END)
+        def forward(self, x):
+            steps.append(written[len(steps) % len(written)])
+            return F.one_hot(torch.tensor(steps[-1]), len(self.weight)).expand(*x.shape[:-1], -1).float()
+
+    monkeypatch.setitem(model._modules, "head", Writes(model.head))
+    adapter = adapted(model, written=decoding)
     for until, text, tokens in (
         ("<|im_end|>", "aaa", 4), ("<|im_end|>\n", "aaa", 5), ("b<|im_end|>", "aaa\n", 7), ("a\n", "aa", 5),
     ):  # fmt: skip
@@ -193,7 +209,7 @@ def test_generation_ends_at_a_special_tokens_name_and_what_follows_is_not_scored
 
 def test_a_window_without_room_for_a_context_beside_what_is_generated_is_refused(model):
     settings = {"until": [], "max_gen_toks": 6}
-    narrow, wide = (HarnessModel(model, encode, decode, END, window) for window in (6, 9))
+    narrow, wide = (adapted(model, window=window) for window in (6, 9))
     with pytest.raises(ValueError, match="window: expected more than the 6 tokens to generate .max_gen_toks., got 6"):
         narrow.generate_until([Request("hello there", settings)])
     [text], [end] = (wide.generate_until([Request(context, settings)]) for context in ("hello there", "ere"))
@@ -203,7 +219,7 @@ def test_a_window_without_room_for_a_context_beside_what_is_generated_is_refused
 @pytest.mark.parametrize(("name", "number"), [("limit", 0), ("limit", -1), ("shots", -1)])
 def test_number_out_of_range_is_named(model, name, number):
     with pytest.raises(ValueError, match=f"{name}: expected at least ., got {number}"):
-        run_harness(model, encode, decode, END, "task.yaml", **{name: number})
+        run_harness(asked(model), "task.yaml", **{name: number})
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs lm-eval")
@@ -221,7 +237,7 @@ def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
         'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: choices\n'
         "doc_to_target: a\n"
     )
-    found = run_harness(model, encode, decode, END, str(path), limit=2, window=64)
+    found = run_harness(asked(model), str(path), limit=2, window=64)
     right = []
     for row in rows[:2]:
         values = [likelihood(model, encode(row["q"] + choice), len(choice))[0] for choice in row["choices"]]
@@ -234,4 +250,4 @@ def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
     (tmp_path / "other.yaml").write_text("1")
     for name, message in (("other.yaml", "to name a task"), ("nothing.yaml", "there is no file")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            run_harness(model, encode, decode, END, str(tmp_path / name))
+            run_harness(asked(model), str(tmp_path / name))
