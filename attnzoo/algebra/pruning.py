@@ -151,29 +151,27 @@ def first_kept_keys(
         c, _ = open_sums(log_decay.double())
         if lower is None and prune.bound == "tail":
             lower = (q.double() * k[:, :, S - T :].double()).sum(-1)
-        norms = q.double().norm(dim=-1), k.double().norm(dim=-1).amax(-1)
+        upper = q.double().norm(dim=-1) * k.double().norm(dim=-1).amax(-1)[..., None]
         behind = keys_behind_closed(log_decay, torch.arange(S - T, S, rows, device=q.device))
-        return certified_starts(*norms, c, prune, logit_bound, lower, behind, rows=rows, cols=cols)
+        return certified_starts(upper, c, prune, logit_bound, lower, behind, rows=rows, cols=cols)
 
 
 def certified_starts(
-    q_norms: Tensor, k_norm: Tensor, c: Tensor, prune: Prune, logit_bound: Tensor | None, lower: Tensor | None,
+    upper: Tensor, c: Tensor, prune: Prune, logit_bound: Tensor | None, lower: Tensor | None,
     behind: Tensor | None = None, *, rows: int, cols: int,
 ) -> Tensor:  # fmt: skip
     """The first computed key of each block of rows by the certificate, in float64, from norms and running sums.
 
     Args:
-        q_norms: lengths of the scaled queries ``[B, H, T]``.
-        k_norm: length of the longest key, ``[B, H]``.
+        upper: U, at least every score of each row, ``[B, H, T]``.
         c: running sums of the gates ``[B, H, S]`` in which closed ones count as open. That makes the sum over dropped
             keys larger and the certificate stricter.
         logit_bound: ``[H]`` or None.
         lower: l ``[B, H, T]``, which the bound ``"tail"`` needs.
         behind: keys that are behind a closed gate, ``[B, H, ceil(T / rows)]``, or None.
     """
-    T, S = q_norms.shape[2], c.shape[2]
+    T, S = upper.shape[2], c.shape[2]
     starts = torch.arange(S - T, S, rows, device=c.device)
-    upper = q_norms * k_norm[..., None]  # U_i
     if logit_bound is not None:
         upper = upper.minimum(logit_bound.double()[:, None])
     if prune.bound == "paper":

@@ -13,6 +13,9 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_dense, check_flag, check_window
 from attnzoo.algebra.values import reads_values
+from attnzoo.kernels.common.options import AttentionOptions
+
+READS_LESS = ("prune", "logit_bound", "cu_seqlens")  # options that a step which reads every key has no use for
 
 
 class Options(Mapping[str, Any]):
@@ -86,6 +89,13 @@ class SoftmaxOptions(Options):
     cu_seqlens: Tensor | None = None
     return_lse: bool = False
     keep_carries: bool = False
+
+    def of_kernels(self, *but: str) -> dict[str, Any]:
+        """The options that the functions of ``attnzoo.kernels`` take by keyword, but for these."""
+        return {name: getattr(self, name) for name in AttentionOptions._fields if name not in but}
+
+
+NOTHING_ASKED = SoftmaxOptions()
 
 
 def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> None:

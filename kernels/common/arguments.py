@@ -12,6 +12,7 @@ from attnzoo.algebra import validation
 from attnzoo.algebra.gate import PARTS, GateParts
 from attnzoo.algebra.validation import check_dense
 from attnzoo.algebra.values import reads_values
+from attnzoo.kernels.common.options import AttentionOptions
 
 MOST = 2**31 - 1  # positions are int32
 
@@ -30,8 +31,10 @@ def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> No
             check_dense(name, x)
 
 
-def check_window(window: int | None) -> None:
-    """As for every form, and an int32."""
+def check_numbers(options: AttentionOptions) -> None:
+    """Options that are numbers: as for every form, and a window that is an int32."""
+    window = options.window
+    validation.check_scale(options.scale)
     validation.check_window(window)
     if window is not None and window > MOST:
         raise ValueError(f"window: expected at most {MOST}, or None for all keys, got {window}")

@@ -96,8 +96,6 @@ def reference_share(
     q: Tensor, k: Tensor, log_decay: Tensor, options: AttentionOptions, starts: Callable[..., Tensor]
 ) -> Tensor:
     """``share_kept`` of a family's dense reference, whose ``prune_starts_reference`` gives the pruned starts."""
-    scale, prune, window, _, cu_seqlens, logit_bound = options
-    c, first_visible = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    start = None if prune is None else starts(q, k, c, first_visible, scale, prune, logit_bound)
+    c, first_visible = summed_gates(log_decay, q, k.shape[1], options.window, options.cu_seqlens)
+    start = None if options.prune is None else starts(q, k, c, first_visible, options)
     return share_kept(first_visible, start, q, k.shape[1])

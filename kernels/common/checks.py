@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import OPAQUE, in_transform
-from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_log_dtype, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
 from attnzoo.kernels.common.options import AttentionOptions
@@ -32,7 +31,7 @@ def check_inputs(
         TypeError: something that is no tensor, or no number.
         ValueError: all else; the message names the argument.
     """
-    scale, prune, window, sink, cu_seqlens, logit_bound = options
+    prune, sink, cu_seqlens, logit_bound = options.prune, options.sink, options.cu_seqlens, options.logit_bound
     if gate_sums is not None and not isinstance(gate_sums, GateSums):
         raise TypeError(f"gate_sums: expected GateSums or None, got {type(gate_sums).__name__}")
     tensors = {
@@ -77,8 +76,7 @@ def check_inputs(
             raise ValueError(f"cu_seqlens: expected int32 or int64 [N+1] with N >= 1, got {got}")
         if B != 1 or T != S:
             raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
-    check_window(window)
-    check_scale(scale)
+    check_numbers(options)
     if valid is not None and (valid.shape != (B, S) or valid.dtype != torch.bool):
         raise ValueError(f"valid: expected bool [B={B}, S={S}], got {valid.dtype} {tuple(valid.shape)}")
     if gate_sums is not None:

@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
-from attnzoo.algebra.pruning import Prune, certified_starts
+from attnzoo.algebra.pruning import certified_starts
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.options import AttentionOptions
@@ -89,8 +89,8 @@ def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[
 
 
 def starts_by_scores(
-    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, first: Tensor, scale: float,
-    prune: Prune, logit_bound: Tensor | None = None,
+    products: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, first: Tensor,
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
 
@@ -98,53 +98,52 @@ def starts_by_scores(
     tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
 
     Args:
-        scores: of float64 q and k, [B, H, T, T].
+        products: scores of float64 q and k, unscaled, [B, H, T, T].
         q: [B, T, H, K]; k: [B, T, G, K]; c, first: [B, H, T] running gate sums, first visible keys.
     """
-    T, rep = q.shape[1], q.shape[2] // k.shape[2]
-    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
+    (_, T, H, K), prune = q.shape, options.prune
+    assert prune is not None
+    q64, k64, c, lower = q.detach().double(), k.detach().double(), c.detach(), None
     if prune.bound == "tail":
         pos = torch.arange(T, device=q.device)
         near = (pos // KEY_UNIT - 1) * KEY_UNIT
         seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= first[..., None])
-        logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
+        logits = options.scores(products(q64, k64), K) + c[..., :, None] - c[..., None, :]
         lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
-    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
-    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
-    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
+    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r) 1", r=H // k.shape[2])
+    upper = options.scores(rearrange(q64.norm(dim=-1), "b t h -> b h t") * longest, K)
+    return certified_starts(upper, c, prune, options.logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
 def attention_by_scores(
-    scores: Callable[..., Tensor], gates: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *,
-    log_decay: Tensor | None = None, compute_dtype: torch.dtype | None = None, **options: Any,
+    products: Callable[..., Tensor], gates: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *,
+    log_decay: Tensor | None = None, compute_dtype: torch.dtype | None = None, **named: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention on whole sequences whose transitions act inside the scores. Memory O(T^2).
 
     Args:
-        scores: of q, k, the gates and the dtype of the operands of matrix products, [B, H, T, T], unscaled.
-        gates: what the scores need besides q and k.
+        products: scores of q, k, the gates and the dtype of the operands of matrix products, [B, H, T, T], unscaled.
+        gates: what these need besides q and k.
         compute_dtype: dtype of the operands of the matrix products (the softmax is float32 or better). Default: float64
             for float64 inputs, else float32.
-        options: as ``AttentionOptions``.
+        named: options as ``AttentionOptions``.
 
     Returns:
         [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
     """
-    B, T, H, K = q.shape
-    scale, prune, window, sink, cu_seqlens, logit_bound = AttentionOptions(**options)
-    scale = K**-0.5 if scale is None else scale
+    (_, T, H, K), options = q.shape, AttentionOptions(**named)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, first = summed_gates(log_decay, q, T, window, cu_seqlens)
+    c, first = summed_gates(log_decay, q, T, options.window, options.cu_seqlens)
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= first[..., None])  # [B, H, T, T]
-    if prune is not None:
+    if options.prune is not None:
         exact = [x.detach().double() for x in gates]
-        start = starts_by_scores(lambda q, k: scores(q, k, *exact), q, k, c, first, scale, prune, logit_bound)
+        start = starts_by_scores(lambda q, k: products(q, k, *exact), q, k, c, first, options)
         visible = visible & (pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = (scores(q, k, *gates, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
-    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
+    logits = (options.scores(products(q, k, *gates, compute_dtype), K) + decay).masked_fill(~visible, -math.inf)
+    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), options.sink)
     return o.to(q.dtype), lse
 
 

@@ -120,8 +120,9 @@ def device_unavailable(x: Tensor) -> str:
     return ""
 
 
-def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:
-    """Why the Gluon kernels do not run, or "": they are for Hopper, 16-bit inputs and head dims of 33 to 128."""
+def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype, option: str = "") -> str:
+    """Why the Gluon kernels do not run, or "": they are for Hopper, 16-bit inputs and head dims of 33 to 128, without
+    ``option`` where a call has one that they do not know."""
     if not where.hopper:
         return f"expected a Hopper GPU, got capability {where.capability}{' of ROCm' if where.rocm else ''}"
     if where.triton not in GLUON:
@@ -132,7 +133,7 @@ def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:
         return f"expected bfloat16 or float16, got {dtype}"
     if min(K, V) <= 32 or max(K, V) > 128:
         return f"expected head dims of 33 to 128, got K={K}, V={V}"
-    return ""
+    return f"the Gluon kernels know no {option}" if option else ""
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:

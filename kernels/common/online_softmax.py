@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import key_bias
+from attnzoo.kernels.common.scores import scores
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def row_bounds(p_since, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.
 def softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2, GATE: tl.constexpr,
                  HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One key tile of the online softmax; b_s = q k^T. # [BT, BS]"""
-    b_y = b_s * scale2
+    b_y = scores(b_s, scale2)
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if MASK:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.launching import per_head
+
+PORTABLE_ALONE: tuple[str, ...] = ()  # options that only the portable kernels serve
+
+
+def portable_alone(asked: Container[str]) -> str:
+    """The option among these names that only the portable kernels serve, or ""."""
+    return next((name for name in PORTABLE_ALONE if name in asked), "")
 
 
 class OpOptions(NamedTuple):
@@ -29,6 +38,16 @@ class OpOptions(NamedTuple):
     bound: str = ""
     log_eps: float = 0.0
 
+    @property
+    def portable_alone(self) -> str:
+        """The option of the call that only the portable kernels serve, or ""."""
+        return portable_alone([name for name in PORTABLE_ALONE if getattr(self, name)])
+
+    @property
+    def scale2(self) -> float:
+        """What the portable kernels make scores by (``common/scores.py``)."""
+        return self.scale * LOG2E
+
 
 class AttentionOptions(NamedTuple):
     """Options that all functions of attention have; ``fox_attention`` says what each of them means."""
@@ -40,8 +59,16 @@ class AttentionOptions(NamedTuple):
     cu_seqlens: Tensor | None = None
     logit_bound: Tensor | None = None
 
+    def scores(self, products: Tensor, K: int) -> Tensor:
+        """The scores of products of queries and keys of K channels; of a bound of |q . k|, a bound of the scores."""
+        return products * self.scale_of(K)
+
+    def scale_of(self, K: int) -> float:
+        """The scale of scores of K channels."""
+        return K**-0.5 if self.scale is None else float(self.scale)
+
     def of_op(self, K: int) -> OpOptions:
         """The same (but for the sink, an operand with a gradient) for heads of K channels."""
-        scale = K**-0.5 if self.scale is None else float(self.scale)
         bound, log_eps = ("", 0.0) if self.prune is None else (self.prune.bound, self.prune.log_eps)
-        return OpOptions(self.cu_seqlens, per_head(self.logit_bound), scale, self.window or 0, bound, log_eps)
+        known, window = per_head(self.logit_bound), self.window or 0
+        return OpOptions(self.cu_seqlens, known, self.scale_of(K), window, bound, log_eps)

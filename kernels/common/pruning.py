@@ -33,6 +33,7 @@ from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, head_block
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
 
@@ -93,7 +94,7 @@ def tail_at(p_tails, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.const
 def need_rows(b_q, b_kmax, p_bound, i_h, b_lse, m_t, scale2, HAS_BOUND: tl.constexpr):
     """U_i - l_i of some rows, l_i = b_lse. # [rows]"""
     b_q = b_q.to(tl.float32)
-    b_u = tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * (scale2 * 1.0001)
+    b_u = scores(tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * 1.0001, scale2)
     if HAS_BOUND:
         b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
     return tl.where(m_t, b_u - b_lse, float("-inf"))

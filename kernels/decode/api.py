@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import as_given, reads_values, records
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_numbers, check_shapes, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.options import AttentionOptions
@@ -245,8 +244,7 @@ def shapes_of_options(options: AttentionOptions, H: int) -> Shapes:
 
 def check_options(options: AttentionOptions, state: PagedState, log_decay: object = None) -> None:
     """Options that are no tensors; what pruning over pages needs is there, and a bound only for it."""
-    check_window(options.window)
-    check_scale(options.scale)
+    check_numbers(options)
     if options.cu_seqlens is not None:
         raise ValueError("cu_seqlens: expected None over pages (each row is a sequence), got a tensor")
     prune = options.prune

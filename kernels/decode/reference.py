@@ -25,11 +25,9 @@ def paged_reference(
             float64 inputs, else float32.
     """
     (k, v, k_norm), (table, first, length), gates = state
-    scale, prune, window, sink, _, logit_bound = options
     (B, T, H, K), PAGE, G = q.shape, k.shape[1], table.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    scale = K**-0.5 if scale is None else scale
     N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
     table = table[..., :N]
     j = torch.arange(N * PAGE, device=q.device)
@@ -37,15 +35,15 @@ def paged_reference(
     there = ((table >= 0) & (torch.arange(N, device=q.device) >= first[..., None])).repeat_interleave(PAGE, -1)
     there = there & (j < length[:, None, None])  # [B, G, S]
     seen = there[:, :, None] & (j <= pos[:, None, :, None])  # [B, G, T, S]
-    if window is not None:
-        seen = seen & (j > pos[:, None, :, None] - window)
+    if options.window is not None:
+        seen = seen & (j > pos[:, None, :, None] - options.window)
     seen = _of_queries(seen, H)  # [B, H, T, S]
     if first_visible is not None:
         seen = seen & (j >= first_visible[..., None])
     ids = table.clamp(min=0).long()
     keys, values = (x[ids].flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
     keys, values = (_of_queries(x, H) for x in (keys, values))
-    logits = (q.transpose(1, 2).to(cd) @ keys.mT).to(wide) * scale
+    logits = options.scores((q.transpose(1, 2).to(cd) @ keys.mT).to(wide), K)
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
     if gates is not None:
         within = gates.decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double()  # [B, H, N, PAGE]
@@ -55,15 +53,15 @@ def paged_reference(
         c = (j * log_decay.double().clamp(min=CLOSED)[:, None]).expand(B, H, N * PAGE)
         logits = logits + (c.gather(2, at)[..., None] - c[:, :, None]).to(wide)
     logits = logits.masked_fill(~seen, -math.inf)
-    if prune is not None:
+    if options.prune is not None:
         assert c is not None
         assert k_norm is not None
         tails = (-c).logcumsumexp(-1)[..., PAGE - 1 :: PAGE] if gates is None else gates.n_log[..., :N]
-        q_norm = scale * q.transpose(1, 2).double().norm(dim=-1)
+        q_norm = q.transpose(1, 2).double().norm(dim=-1)
         pages = k_norm[..., :N], tails, first, PAGE
-        begin = _first_pages(logits, c.gather(2, at), pos, q_norm, pages, prune.log_eps, logit_bound)
+        begin = _first_pages(logits, c.gather(2, at), pos, q_norm, pages, options, K)
         logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
-    return dense_readout(logits, values, sink)[0].to(q.dtype)
+    return dense_readout(logits, values, options.sink)[0].to(q.dtype)
 
 
 def _of_queries(x: Tensor, H: int) -> Tensor:
@@ -73,16 +71,17 @@ def _of_queries(x: Tensor, H: int) -> Tensor:
 
 def _first_pages(
     logits: Tensor, sums: Tensor, pos: Tensor, q_norm: Tensor, pages: tuple[Tensor, Tensor, Tensor, int],
-    log_eps: float, logit_bound: Tensor | None,
+    options: AttentionOptions, K: int,
 ) -> Tensor:  # fmt: skip
     """The first page [B, G] that the kernels' certificate (``portable/prune.py``) makes rows read, in float64.
 
     Args:
         logits: [B, H, T, S], -inf where a row does not see a key; sums: [B, H, T], gates up to each row; pos: [B, T].
-        q_norm: [B, H, T], lengths of the scaled queries.
+        q_norm: [B, H, T], lengths of the queries, of K channels.
         pages: ``k_norm`` and ``n_log`` of the pages, the first ones, and the keys of one.
     """
-    k_norm, n_log, first, PAGE = pages
+    (k_norm, n_log, first, PAGE), prune = pages, options.prune
+    assert prune is not None
     (G, N), H, S = k_norm.shape[1:], logits.shape[1], logits.shape[3]
     page, key = torch.arange(N, device=logits.device), torch.arange(S, device=logits.device)
     own = pos[:, :1].clamp(min=0) // PAGE  # [B, 1]
@@ -91,11 +90,11 @@ def _first_pages(
     lower = logits.double().masked_fill(far, -math.inf).logsumexp(-1)[..., None]  # [B, H, T, 1]
     live = (page >= first[..., None]) & (page < own[..., None])  # [B, G, N]
     longest = k_norm.double().masked_fill(~live, 0.0).cummax(-1).values.repeat_interleave(H // G, 1)
-    upper = q_norm[..., None] * longest[:, :, None]  # [B, H, T, N]
-    if logit_bound is not None:
-        upper = upper.minimum(logit_bound.double()[:, None, None])
+    upper = options.scores(q_norm[..., None] * longest[:, :, None], K)  # [B, H, T, N]
+    if options.logit_bound is not None:
+        upper = upper.minimum(options.logit_bound.double()[:, None, None])
     need = upper - lower + sums[..., None] + n_log[:, :, None]
-    drop = ((need <= log_eps) | (pos < 0)[:, None, :, None]).all(2).unflatten(1, (G, -1)).all(2)  # [B, G, N]
+    drop = ((need <= prune.log_eps) | (pos < 0)[:, None, :, None]).all(2).unflatten(1, (G, -1)).all(2)  # [B, G, N]
     begin: Tensor = first + (drop & live).sum(-1)
     return begin
 

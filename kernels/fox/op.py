@@ -51,7 +51,9 @@ def _plan(given: FoxOperands, *, backward: bool = True, **asked: bool) -> Plan:
     where = machine(q.device)
     described = (not backward and few_rows(T, S, H // G)) or can_describe(q, k, v)
     lags = asked.get("needs_gate_grad", False) and gate_kind(log_decay) == GATE_CONST
-    chosen = plan(FoxCall(T, S, H // G, K, V, q.dtype, described=described, lags=lags, **asked), where)
+    alone = given.options.portable_alone
+    call = FoxCall(T, S, H // G, K, V, q.dtype, described=described, lags=lags, portable_alone=alone, **asked)
+    chosen = plan(call, where)
     announce("fox", chosen, where)
     return chosen
 
@@ -97,7 +99,10 @@ def _forward_fake(x: FoxForward) -> Attended:
     (q, k, v, log_decay, _, options), needed = x.given, x.needs_gate_grad
     # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
     lags = needed and gate_kind(log_decay) == GATE_CONST
-    call = FoxCall(1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, needed, x.deterministic, lags=lags)
+    call = FoxCall(
+        1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, needed, x.deterministic, lags=lags,
+        portable_alone=options.portable_alone,
+    )  # fmt: skip
     rest = plan(call, machine(q.device)).keeps_rest
     return fake_attended(
         q, v, log_decay, options, S=k.shape[1], return_lse=x.return_lse, bounded=bool(options.bound), rest=rest

@@ -85,6 +85,7 @@ class FoxCall(NamedTuple):
     described: bool = True  # descriptors can address q, k and v: 16-byte strides and addresses
     lags: bool = False  # the gradient of a constant gate will be asked for
     needs_key_grads: bool = True  # a backward pass is asked for gradients of k, v or the gate
+    portable_alone: str = ""  # an option that only the portable kernels serve
 
 
 def plan(call: FoxCall, machine: Machine) -> Plan:
@@ -120,7 +121,7 @@ def _plan(call: FoxCall, few: bool, many: bool, machine: Machine, forced: tuple[
     for kind, t in forced:
         if kind != "dkdv" and t.BS > KEY_UNIT:
             raise ValueError(f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {t.BS}")
-    gluon = not_gluon(machine, call.K, call.V, call.dtype)
+    gluon = not_gluon(machine, call.K, call.V, call.dtype, call.portable_alone)
     here = gluon or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
     once = gluon or ("the gradient of a constant gate is asked for" if call.lags else "")
     once = once or ("deterministic algorithms are asked for" if call.deterministic else "")

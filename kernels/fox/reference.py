@@ -14,7 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune, certified_starts
+from attnzoo.algebra.pruning import certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import dense_readout, summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
@@ -24,8 +24,8 @@ ROWS = 8 * ROW_UNIT  # whose near keys are scored at once
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
-    logit_bound: Tensor | None = None, valid: Tensor | None = None,
+    q: Tensor, k: Tensor, c: Tensor, since: Tensor, options: AttentionOptions,
+    valid: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: the kernels' certificate, in float64.
 
@@ -34,17 +34,22 @@ def prune_starts_reference(
     Args:
         q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
-    T, rep, lower = q.shape[1], q.shape[2] // k.shape[2], None
-    q64 = rearrange(scale * q.detach().double(), "b t h k -> b h t k")
-    k64, c = repeat(k.detach().double(), "b s g k -> b (g r) s k", r=rep), c.detach()
+    (_, T, H, K), prune, lower = q.shape, options.prune, None
+    assert prune is not None
+    q64 = rearrange(q.detach().double(), "b t h k -> b h t k")
+    k64, c = repeat(k.detach().double(), "b s g k -> b (g r) s k", r=H // k.shape[2]), c.detach()
     if prune.bound == "tail":
         starts = range(0, max(T, 1), ROWS)
-        lower = torch.cat([_near_mass(q64, k64, c, since, valid, t, min(t + ROWS, T)) for t in starts], -1)
-    norms = q64.norm(dim=-1), k64.norm(dim=-1).amax(-1)
-    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
+        rows = ((t, min(t + ROWS, T)) for t in starts)
+        lower = torch.cat([_near_mass(q64, k64, c, since, valid, options, *span) for span in rows], -1)
+    upper = options.scores(q64.norm(dim=-1) * k64.norm(dim=-1).amax(-1)[..., None], K)
+    return certified_starts(upper, c, prune, options.logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
-def _near_mass(q: Tensor, k: Tensor, c: Tensor, since: Tensor, valid: Tensor | None, first: int, stop: int) -> Tensor:
+def _near_mass(
+    q: Tensor, k: Tensor, c: Tensor, since: Tensor, valid: Tensor | None, options: AttentionOptions, first: int,
+    stop: int,
+) -> Tensor:  # fmt: skip
     """Log-sum-exp of the rows from ``first``, which begins a row unit, to ``stop`` over the keys near them.
 
     q, k: [B, H, T, K] and [B, H, S, K], of which the result is [B, H, stop - first].
@@ -58,7 +63,8 @@ def _near_mass(q: Tensor, k: Tensor, c: Tensor, since: Tensor, valid: Tensor | N
     seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., first + off : stop + off, None])
     if valid is not None:
         seen = seen & valid[:, None, None, here]
-    logits = q[:, :, first:stop] @ k[:, :, here].mT + c[..., first + off : stop + off, None] - c[..., None, here]
+    scores = options.scores(q[:, :, first:stop] @ k[:, :, here].mT, q.shape[3])
+    logits = scores + c[..., first + off : stop + off, None] - c[..., None, here]
     return torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
 
 
@@ -98,16 +104,13 @@ def fox_reference_with_lse(
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
     compute_dtype: torch.dtype | None = None,
-    **options: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``fox_reference``, always with the rows' log-sum-exp; options as ``AttentionOptions``."""
-    B, T, H, K = q.shape
-    scale, prune, window, sink, cu_seqlens, logit_bound = AttentionOptions(**options)
-    S, G = k.shape[1], k.shape[2]
-    scale = K**-0.5 if scale is None else scale
+    """``fox_reference``, always with the rows' log-sum-exp; options by name as ``AttentionOptions``."""
+    (_, T, H, K), (S, G), options = q.shape, k.shape[1:3], AttentionOptions(**named)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, since = summed_gates(log_decay, q, S, window, cu_seqlens, valid)
+    c, since = summed_gates(log_decay, q, S, options.window, options.cu_seqlens, valid)
     if gate_sums is not None:
         c, seen = gate_sums.log_decay_sums()
         since = torch.maximum(since, seen)
@@ -118,12 +121,12 @@ def fox_reference_with_lse(
     if valid is not None:
         visible = visible & valid[:, None, None, :]
         k, v = (x.masked_fill(~valid[..., None, None], 0.0) for x in (k, v))  # they may hold anything
-    if prune is not None:
-        start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound, valid)
+    if options.prune is not None:
+        start = prune_starts_reference(q, k, c, since, options, valid)
         visible = visible & (j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     qh = rearrange(q.to(cd), "b t h k -> b h t k")
     kh, vh = (repeat(x.to(cd), "b s g d -> b (g r) s d", r=H // G) for x in (k, v))
     decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = ((qh @ kh.mT).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
-    o, lse = dense_readout(logits, vh, sink)
+    logits = (options.scores((qh @ kh.mT).to(wide), K) + decay).masked_fill(~visible, -math.inf)
+    o, lse = dense_readout(logits, vh, options.sink)
     return o.to(q.dtype), lse

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.levels.head_groups import HeadGroup
 from attnzoo.kernels.levels.layout import Leaves, Levels, Wanted
@@ -20,7 +21,6 @@ class LevelRows(NamedTuple):
     Attributes:
         block: the blocks' scores and carried operands; ``m`` is not read.
         v: [B, T, G, V]; o, o_rest: [B, T, H, V]; lse: [B, H, T] float32.
-        scale: of the scores.
     """
 
     block: Leaves
@@ -31,7 +31,7 @@ class LevelRows(NamedTuple):
     rows: RowGates
     o_rest: Some
     sink: Some
-    scale: float
+    options: OpOptions
 
 
 class LevelGradients(NamedTuple):
@@ -74,7 +74,7 @@ def gates_of(group: HeadGroup, rows: RowGates) -> RowGates:
 
 def rows_of(
     group: HeadGroup, block: Leaves, levels: Levels, v: Tensor, made: tuple[Tensor, Tensor, RowGates, Some],
-    sink: Some, scale: float,
+    sink: Some, options: OpOptions,
 ) -> LevelRows:  # fmt: skip
     """The rows of a group of heads.
 
@@ -85,5 +85,13 @@ def rows_of(
     o, lse, rows, o_rest = made
     rest = None if o_rest is None else group.queries(o_rest)
     return LevelRows(
-        block, levels, v, group.queries(o), lse[group.b, group.h], gates_of(group, rows), rest, group.heads(sink), scale
+        block,
+        levels,
+        v,
+        group.queries(o),
+        lse[group.b, group.h],
+        gates_of(group, rows),
+        rest,
+        group.heads(sink),
+        options,
     )

@@ -70,6 +70,7 @@ class LevelsCall(NamedTuple):
     deterministic: bool = False
     shortened: bool = False  # pruning or a window leaves short rows
     described: bool = True  # descriptors can address v: 16-byte strides and addresses
+    portable_alone: str = ""  # an option that only the portable kernels serve
 
 
 def plan(call: LevelsCall, machine: Machine) -> Plan:
@@ -95,7 +96,7 @@ def _plan(call: LevelsCall, leveled: bool, machine: Machine, forced: tuple[tuple
             got = f"BT={t.BT}, BS={t.BS}"
             raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got {got}")
     kinds = dict(forced).keys()
-    gluon = not_gluon(machine, call.K, call.V, call.dtype)
+    gluon = not_gluon(machine, call.K, call.V, call.dtype, call.portable_alone)
     levels = "" if leveled else "too few tokens for a level"
     here = "" if call.described else "descriptors cannot address v (strides of 16 bytes)"
     once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
-from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import as_given, reads_values, records
-from attnzoo.kernels.common.arguments import MOST, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import MOST, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 from attnzoo.kernels.path.operands import PathStep
 
@@ -33,11 +33,11 @@ def _existing(x: Tensor, valid: Tensor) -> Tensor:
     return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 2)), 0.0)
 
 
-def _checked(step: PathStep, scale: float | None, window: int | None) -> PathStep:
+def _checked(step: PathStep, options: AttentionOptions) -> PathStep:
     """The step, checked, with these options; factors and channels' gates of tokens that do not exist are 0."""
     q, k, w, beta, keys, values, gates, valid, sink, log_diag, *_ = step
     given = step._asdict()
-    del given["window"], given["scale"]
+    del given["options"]
     check_tensors(given, needed=("q", "k", "w", "beta", "keys", "values"))
     if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
         got = {"q": q.ndim, "keys": keys.ndim, "values": values.ndim}
@@ -64,8 +64,7 @@ def _checked(step: PathStep, scale: float | None, window: int | None) -> PathSte
             raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
     if valid is not None and valid.dtype != torch.bool:
         raise ValueError(f"valid: expected bool, got {valid.dtype}")
-    check_window(window)
-    check_scale(scale)
+    check_numbers(options)
     for name, x in {x.dtype: (name, x) for name, x in (("values", values), ("k", k), ("q", q))}.values():
         why = kernels_unavailable(x, values, multiple=1, most=MOST)
         if why:
@@ -80,8 +79,7 @@ def _checked(step: PathStep, scale: float | None, window: int | None) -> PathSte
         if known is not None and not bool((known <= 0).all()):
             raise ValueError("gates: expected natural logs <= 0, got a positive entry or nan")
     refuse_gradients(*step[:10])
-    scale = K**-0.5 if scale is None else float(scale)
-    return step._replace(w=w, beta=beta, log_diag=log_diag, window=window or 0, scale=scale)
+    return step._replace(w=w, beta=beta, log_diag=log_diag, options=options.of_op(K))
 
 
 @overload
@@ -131,7 +129,8 @@ def path_extend(  # type: ignore[misc]  # the gates and options above are these
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    step = _checked(PathStep(q, k, w, beta, keys, values, gates, valid, sink, log_diag), scale, window)
+    options = AttentionOptions(scale, window=window)
+    step = _checked(PathStep(q, k, w, beta, keys, values, gates, valid, sink, log_diag), options)
     from attnzoo.kernels.path.portable.decode import path_advance_op
 
     S, outputs, sums = keys.shape[1], [], []
@@ -171,7 +170,8 @@ def path_step(
         ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
     """
     check_tensors({"keys": keys}, needed=("keys",))
-    step = _checked(PathStep(q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag), scale, window)
+    options = AttentionOptions(scale, window=window)
+    step = _checked(PathStep(q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag), options)
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 
     if q.shape[1] != 1 or not keys.is_contiguous() or not in_place(q.shape[2], k.shape[2], q.shape[3], values.shape[3]):

@@ -45,7 +45,9 @@ def _plan(given: PathOperands, needs_gate_grad: bool, deterministic: bool, short
     """The plan of a call on real tensors, announced."""
     q, v, where = given.q, given.v, machine(given.q.device)
     (T, _, K), V = q.shape[1:], v.shape[3]
-    chosen = plan(LevelsCall(T, K, V, q.dtype, needs_gate_grad, deterministic, shortened, can_describe(v)), where)
+    alone = given.options.portable_alone
+    call = LevelsCall(T, K, V, q.dtype, needs_gate_grad, deterministic, shortened, can_describe(v), alone)
+    chosen = plan(call, where)
     announce("path", chosen, where)
     return chosen
 
@@ -65,7 +67,10 @@ def _forward(x: PathForward) -> PathAttended:
 def _forward_fake(x: PathForward) -> PathAttended:
     q, k, v, w, _, log_decay, _, _, options = x.given
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
-    call = LevelsCall(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_gate_grad, x.deterministic)
+    call = LevelsCall(
+        1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_gate_grad, x.deterministic,
+        portable_alone=options.portable_alone,
+    )  # fmt: skip
     rest, bounded = plan(call, machine(q.device)).keeps_rest, options.window > 0 or bool(options.bound)
     made = fake_attended(q, v, log_decay, options, S=q.shape[1], return_lse=x.return_lse, bounded=bounded, rest=rest)
     return PathAttended(*made, q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if x.keep else None)

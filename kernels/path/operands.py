@@ -94,7 +94,7 @@ class PathStep(NamedTuple):
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
         sink: [H] or None.
         log_diag: [B, N, H, K] with as many key heads, or None.
-        window: visible keys per row, of those that exist; 0 for no window.
+        options: of them, a window counts the tokens that exist.
     """
 
     q: Tensor
@@ -107,8 +107,7 @@ class PathStep(NamedTuple):
     valid: Some
     sink: Some
     log_diag: Some
-    window: int = 0
-    scale: float = 1.0
+    options: OpOptions = OpOptions(None, None, 1.0)
 
 
 class Advanced(NamedTuple):

@@ -78,7 +78,7 @@ def path_forward(
         if there is not None:
             clear_tails(levels, T)
         made = o, lse, rows, o_rest
-        launcher(FORWARD[plan.forward])(rows_of(group, block, levels, group.keys(v), made, sink, options.scale), plan)
+        launcher(FORWARD[plan.forward])(rows_of(group, block, levels, group.keys(v), made, sink, options), plan)
 
     groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
     for group, there in groups if kept is None else places(kept, q, k, w):
@@ -145,7 +145,7 @@ def path_backward(x: PathBackward, plan: Plan) -> PathSums:
                 clear_tails(carried.levels, T)
         results = made.o, lse, rows, made.o_rest
         d_block, d_levels, tiles = launcher(BACKWARD[plan.backward])(
-            rows_of(group, block, carried.levels, group.keys(v), results, sink, options.scale),
+            rows_of(group, block, carried.levels, group.keys(v), results, sink, options),
             LevelGradients(
                 group.queries(x.do), group.rows(dlse), group.keys(dv), group.rows(sums), group.rows(columns), wanted,
                 tiled=tiled, scores=scores,

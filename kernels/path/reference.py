@@ -16,8 +16,8 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores, starts_by_scores
+from attnzoo.kernels.common.options import AttentionOptions
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -67,15 +67,15 @@ def decayed_path_scores(
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
-    logit_bound: Tensor | None = None,
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, since: Tensor,
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """``starts_by_scores`` with those of PaTH; w: [B, T, G, K]; beta: [B, T, G]."""
 
-    def scores(q: Tensor, k: Tensor) -> Tensor:
+    def products(q: Tensor, k: Tensor) -> Tensor:
         return path_scores(q, k, w.detach().double(), beta.detach().double())
 
-    return starts_by_scores(scores, q, k, c, since, scale, prune, logit_bound)
+    return starts_by_scores(products, q, k, c, since, options)
 
 
 def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

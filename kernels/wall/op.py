@@ -38,7 +38,8 @@ def _plan(given: WallOperands, needs_grad: bool, deterministic: bool, shortened:
     """The plan of a call on real tensors, announced."""
     q, v, where = given.q, given.v, machine(given.q.device)
     described = v.shape[2] != q.shape[2] or can_describe(v)  # repeated heads are a new tensor
-    call = LevelsCall(q.shape[1], q.shape[3], v.shape[3], q.dtype, needs_grad, deterministic, shortened, described)
+    (T, _, K), V, alone = q.shape[1:], v.shape[3], given.options.portable_alone
+    call = LevelsCall(T, K, V, q.dtype, needs_grad, deterministic, shortened, described, alone)
     chosen = plan(call, where)
     announce("wall", chosen, where)
     return chosen
@@ -69,7 +70,7 @@ def _forward(x: WallForward) -> Attended:
                 keys, gates = _each(p_k, p_q.shape[2]), gates_of(group, rows)
                 p_start.copy_(block_starts(p_q, keys, block, gates, group.rows(tails), p_options))
             p_v, made = _each(group.keys(v), p_q.shape[2]), (o, lse, rows, o_rest)
-            launcher(FORWARD[chosen.forward])(rows_of(group, block, levels, p_v, made, sink, options.scale), chosen)
+            launcher(FORWARD[chosen.forward])(rows_of(group, block, levels, p_v, made, sink, options), chosen)
 
         for group in head_groups(q, k, backward=False):
             carry_and_attend(group)
@@ -80,7 +81,10 @@ def _forward(x: WallForward) -> Attended:
 def _forward_fake(x: WallForward) -> Attended:
     q, k, v, _, log_decay, _, options = x.given
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
-    call = LevelsCall(1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_grad, x.deterministic)
+    call = LevelsCall(
+        1, int(q.shape[3]), int(v.shape[3]), q.dtype, x.needs_grad, x.deterministic,
+        portable_alone=options.portable_alone,
+    )  # fmt: skip
     return fake_attended(
         q, v, log_decay, options, S=q.shape[1], return_lse=x.return_lse, bounded=bool(options.bound),
         rest=plan(call, machine(q.device)).keeps_rest,
@@ -112,7 +116,7 @@ def _backward(x: WallBackward) -> WallGradients:
                 clear_tails(levels, q.shape[1])
             results = made.o, lse, rows, made.o_rest
             d_block, d_levels, _ = launcher(BACKWARD[chosen.backward])(
-                rows_of(group, block, levels, p_v, results, sink, options.scale),
+                rows_of(group, block, levels, p_v, results, sink, options),
                 LevelGradients(
                     group.queries(x.do), group.rows(dlse), p_dv, group.rows(sums), group.rows(columns), parts,
                     unrounded=True,

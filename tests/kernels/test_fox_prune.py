@@ -64,7 +64,7 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     prune = Prune(bound=bound)
     found = starts(x["q"], x["k"], x["log_decay"], prune, scale=0.1).long()
     c, closed = running_sums(x["log_decay"], 1, 520, 2, x["q"].device)
-    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, prune)
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), AttentionOptions(0.1, prune))
     assert bool((found <= exact).all())  # rounding may only prune less
     assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
@@ -77,7 +77,7 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     x["log_decay"] = torch.full_like(x["log_decay"], -0.008)
     found = starts(x["q"], x["k"], x["log_decay"], Prune(), scale=0.1).long()
     c, closed = running_sums(x["log_decay"], 1, 1800, 1, x["q"].device)
-    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, Prune())
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), AttentionOptions(0.1, Prune()))
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
     assert bool((exact - found <= KEY_UNIT).all())
@@ -93,7 +93,7 @@ def test_the_references_boundaries_take_a_long_row_in_pieces() -> None:
     valid = torch.ones(2, 900, dtype=torch.bool, device=x["q"].device)
     valid[0, 300:340] = False
     for there in (None, valid):
-        args = (x["q"], x["k"], c, since, 0.1, Prune(), None, there)
+        args = (x["q"], x["k"], c, since, AttentionOptions(0.1, Prune()), there)
         whole = prune_starts_reference(*args)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "ROWS", 2 * ROW_UNIT)
@@ -111,7 +111,7 @@ def test_the_longest_key_counts_wherever_it_is(at: int) -> None:
     x["k"][:, at] *= 3
     found = starts(x["q"], x["k"], x["log_decay"], Prune(), scale=0.1).long()
     c, closed = running_sums(x["log_decay"], 1, 1800, 2, x["q"].device)
-    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, Prune())
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), AttentionOptions(0.1, Prune()))
     assert bool((found <= exact).all())
     assert bool((exact - found <= KEY_UNIT).all())
     assert 0 < int(found.max()) < int(plain.max())
@@ -184,7 +184,7 @@ def test_the_smaller_of_a_known_bound_and_the_norms_counts(bound: str) -> None:
         prune, heads = Prune(bound=bound), [t.transpose(1, 2) for t in (1.5 * q, k)]
         return [
             starts(q, k, g, prune, scale=1.5, logit_bound=limit).long(),
-            prune_starts_reference(q, k, c, since, 1.5, prune, limit),
+            prune_starts_reference(q, k, c, since, AttentionOptions(1.5, prune, logit_bound=limit)),
             first_kept_keys(*heads, g.transpose(1, 2), prune, limit),
         ]
 

@@ -13,6 +13,7 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
+from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.path import carry_keys, path_extend, path_step
 from attnzoo.kernels.path import decode as path_decode
 from attnzoo.kernels.path.operands import PathStep
@@ -255,7 +256,7 @@ def test_the_op_passes_its_checks() -> None:
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
     sink = torch.zeros(2, device=DEVICE)
-    step = PathStep(*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, None, 9, 0.25)
+    step = PathStep(*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, None, OpOptions(None, None, 0.25, 9))
     opcheck(path_advance_op, step)
 
 

@@ -62,7 +62,7 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     found = starts(x, prune, 0.1).long()
     c, closed = running_sums(x["log_decay"], 1, 520, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
-    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, prune)
+    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), AttentionOptions(0.1, prune))
     assert bool((found <= exact).all())  # rounding may only prune less
     assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
@@ -76,7 +76,7 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     found = starts(x, Prune(), 0.1).long()
     c, closed = running_sums(x["log_decay"], 1, 1800, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
-    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, Prune())
+    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), AttentionOptions(0.1, Prune()))
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
     assert bool((exact - found <= KEY_UNIT).all())

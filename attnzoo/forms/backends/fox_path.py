@@ -20,8 +20,9 @@ from attnzoo.algebra.values import records
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, existing, separated
+from attnzoo.forms.options import READS_LESS, SoftmaxOptions, existing, separated
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.kernels.common.options import portable_alone
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 HONOURED = frozenset(SoftmaxOptions.__match_args__) - {"keep_carries"}  # by all of these kernels
@@ -75,10 +76,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
         q, k, g = q.to(v.dtype), state.k, single(state.log_decay)
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
-        options: dict[str, Any] = {
-            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
-            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
-        }  # fmt: skip
+        options = given.of_kernels("cu_seqlens") | {"return_lse": given.return_lse, "impl": "triton"}
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
@@ -110,7 +108,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         learns = call.gate.log_decay is not None and records(call.gate.log_decay)
         asked = plan.FoxCall(
             T, S, H // G, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(),
-            masked=call.state is not None and _padded(call),
+            masked=call.state is not None and _padded(call), portable_alone=portable_alone(call.options),
         )  # fmt: skip
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(expects_gradient(call)), chosen.why
@@ -164,8 +162,8 @@ def path_kernel() -> Kernel:
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), values, single(gates), there, given.scale,
-            log_diag=a, window=given.window, sink=given.sink, return_lse=True,
+            q, k, w, beta, state.k.float(), values, single(gates), there,
+            log_diag=a, return_lse=True, **given.of_kernels(*READS_LESS),
         )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, buffers=buffers)
         return (o, lse) if given.return_lse else o, after
@@ -205,7 +203,8 @@ def planned(call: Call, shortened: bool) -> tuple[str, str]:
 
     learns = call.gate.log_decay is not None and records(call.gate.log_decay)
     (_, T, _, K), V = call.q.shape, call.v.shape[3]
-    asked = LevelsCall(T, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(), shortened)
+    deterministic, alone = torch.are_deterministic_algorithms_enabled(), portable_alone(call.options)
+    asked = LevelsCall(T, K, V, call.v.dtype, learns, deterministic, shortened, portable_alone=alone)
     chosen = plan(asked, machine(call.q.device))
     return chosen.kernels(expects_gradient(call)), chosen.why
 
@@ -244,9 +243,8 @@ def on_whole(
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Output:
         *values, borders = more
         return attention(
-            q, k, v, cu_seqlens=borders, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound,
-            window=given.window, sink=given.sink, return_lse=given.return_lse, impl="triton",
-            **dict(zip(parts, values, strict=True)),
+            q, k, v, cu_seqlens=borders, return_lse=given.return_lse, impl="triton",
+            **given.of_kernels("cu_seqlens"), **dict(zip(parts, values, strict=True)),
         )  # fmt: skip
 
     rows: tuple[Any, ...] = (q.to(v.dtype), k.to(v.dtype), v, *parts.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from attnzoo.forms.backends.fox_path import (
     step_inputs,
 )
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.options import READS_LESS, SoftmaxOptions
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
 
@@ -111,9 +112,11 @@ def _tokens_at_once(
     total, old = running_sum(a, 1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
     first = fox_attention(
         (q * total).to(v.dtype), F.pad(seen.k.to(v.dtype), (0, 0, 0, 0, 0, T)), seen.v, log_decay=seen.log_decay,
-        scale=given.scale, valid=old if seen.valid is None else old & seen.valid, return_lse=True, impl="triton",
+        valid=old if seen.valid is None else old & seen.valid, return_lse=True, impl="triton",
+        **given.of_kernels("sink", *READS_LESS),
     )  # fmt: skip
-    own = whole_wall(q, k, v, gate, SoftmaxOptions(given.scale, valid=given.valid, return_lse=True))
+    alone = replace(given, prune=None, logit_bound=None, sink=None, cu_seqlens=None, return_lse=True)
+    own = whole_wall(q, k, v, gate, alone)
     o, lse = together(first, cast(Pair, own), given.sink)
     return o, lse, torch.cat([seen.k * total[:, -1:], carried(k, a)], 1)
 
@@ -131,9 +134,9 @@ def _token_by_token(
         keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
         o, lse = fox_attention(
             q[:, now].to(v.dtype), keys.to(v.dtype), seen.v[:, past],
-            log_decay=None if seen.log_decay is None else seen.log_decay[:, past], scale=given.scale,
-            window=given.window, sink=given.sink, valid=None if seen.valid is None else seen.valid[:, past],
-            return_lse=True, impl="triton",
+            log_decay=None if seen.log_decay is None else seen.log_decay[:, past],
+            valid=None if seen.valid is None else seen.valid[:, past], return_lse=True, impl="triton",
+            **given.of_kernels(*READS_LESS),
         )  # fmt: skip
         rows.append((o, lse))
     o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))

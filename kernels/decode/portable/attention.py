@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.activations import finished
-from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
+from attnzoo.kernels.common.constants import GATE_FULL
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
 from attnzoo.kernels.common.parts import Finish
@@ -189,7 +189,7 @@ def paged_forward(
         "p_q": q, "p_k": k, "p_table": table, "p_length": length, "p_decay": lses if gates is None else gates.decay,
         "p_sum": lses if gates is None else gates.page_sum, "p_g": lses if log_decay is None else log_decay,
         "p_since": begin if first_visible is None else first_visible, "T": T, "N": N, "window": window,
-        "scale2": options.scale * LOG2E, "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2),
+        "scale2": options.scale2, "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2),
         "G": G, "R": R, "K": K, "BK": head_block(K), "BT": plan.BT, "BS": plan.BS, "PAGE": k.shape[1],
         "GATE": gate_kind(log_decay) if gates is None else GATE_FULL, "HAS_SINCE": first_visible is not None,
         "PREC": dot_precision(q.dtype) if walked is None else "tf32x3",

@@ -16,6 +16,7 @@ import triton.language as tl
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.decode.operands import PagedInference
 from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
 from attnzoo.kernels.decode.portable.path_pages import carried_scores, new_tokens, open_start
@@ -79,8 +80,8 @@ def paged_prune_kernel(
         b_lse = b_m + tl.log2(b_l)  # -inf where a row sees no key: it drops none
         b_c = b_ref * TL_LOG2E + b_pos * b_slope.to(tl.float64)  # [BT], one of the two is 0
         b_q = b_q.to(tl.float32)
-        b_u = tl.sqrt(tl.sum(b_q * b_q, 1)) * (scale2 * 1.0001)
-        b_most = b_u * 0.0 + float("inf")
+        b_long = tl.sqrt(tl.sum(b_q * b_q, 1)) * 1.0001
+        b_most = b_long * 0.0 + float("inf")
         if HAS_BOUND:
             b_most = tl.load(p_bound + o_h).to(tl.float32) * TL_LOG2E
         c_norm = tl.zeros([], tl.float32)
@@ -94,7 +95,8 @@ def paged_prune_kernel(
                 b_tail = tl.load(p_tail, mask=m_n[None, :], other=0.0) * TL_LOG2E  # [BT, BN]
             else:
                 b_tail = tail_at(p_tails, p_tails, b_slope[:, None], (n + o_n)[None, :], m_n, GATE, True, PAGE)
-            b_need = tl.minimum(b_u[:, None] * b_norm[None, :], b_most[:, None]) - b_lse[:, None]
+            b_u = scores(b_long[:, None] * b_norm[None, :], scale2)
+            b_need = tl.minimum(b_u, b_most[:, None]) - b_lse[:, None]
             m_drop = b_need.to(tl.float64) + (b_c[:, None] + b_tail) <= log2_eps
             m_drop = tl.min((m_drop | ~m_row[:, None]).to(tl.int32), 0)  # [BN]
             count += tl.sum(tl.where(m_n, m_drop, 0), 0)

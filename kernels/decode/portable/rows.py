@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import load_tile
 
 
@@ -69,7 +70,7 @@ def page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at,
                 BS: tl.constexpr, PAGE: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
     """Log2 logits from the scores of the keys s .. s + BS, of which ``rest`` exist, ``at`` in the pool. # [BT, BS]"""
     o_s = tl.arange(0, BS)
-    b_y = b_s * scale2
+    b_y = scores(b_s, scale2)
     if GATE == 2:
         p_d, p_s = p_decay + at * R, p_sums + s // PAGE
         if R == 1:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
@@ -38,6 +38,7 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 
@@ -54,7 +55,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     else:
         b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
         b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
-    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+    b_y = scores(tl.dot(b_q, tl.trans(b_k), input_precision=PREC), scale2)  # [BT, BS]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
@@ -162,7 +163,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
-    b_y = b_y * scale2
+    b_y = scores(b_y, scale2)
     if GATE != 0:
         b_y += b_bias[:, None]
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
@@ -312,7 +313,7 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
-            scale * LOG2E, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
+            options.scale2, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
             TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     if x.wanted.keys:
@@ -322,7 +323,7 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
         fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
             p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T,
-            S, min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
+            S, min(t.heads, B * G), scale, options.scale2, *strides, **dims, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     return FoxSums(dq, dk, dv, dkey, drow)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
+from attnzoo.kernels.common.constants import KEY_UNIT
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
@@ -27,6 +27,7 @@ from attnzoo.kernels.common.launching import (
 )
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.rows import RowGates
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 from attnzoo.kernels.fox.operands import FoxOperands
 
@@ -87,7 +88,7 @@ def fox_split_kernel(
     for s in range(lo, tl.minimum(first + CHUNK, S), BS):
         b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
         b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, True)
-        b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+        b_y = scores(tl.dot(b_q, tl.trans(b_k), input_precision=PREC), scale2)  # [BT, BS]
         if GATE == 2:
             b_shift = (b_ref - tl.load(p_base + o_h * (NS + 1) + s // KU)).to(tl.float32)
             b_y += b_shift[:, None] - tl.load(p_c + (o_h * (NS * KU) + s)[:, None] + o_s[None, :])
@@ -191,7 +192,7 @@ def fox_split_forward(
     first_visible = None if first_visible is None else first_visible[..., first_visible.shape[2] - T :]
     fox_split_kernel[(B * G, n)](
         q, k, v, part, lses, p_c, p_base, p_g, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, there, T, S, NS, n, options.scale * LOG2E, *q.stride()[:3],
+        lse if first_computed is None else first_computed, there, T, S, NS, n, options.scale2, *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V,
         BK=BK, BV=BV, BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
         HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_VALID=valid is not None,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import (
@@ -147,7 +147,7 @@ def fox_forward(
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if first_visible is None else first_visible,
         lse if first_computed is None else first_computed, lse if sink is None else sink, there, T, S,
-        min(t.heads, B * H), options.scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        min(t.heads, B * H), options.scale2, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=head_block(K),
         BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
         HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_SINK=sink is not None,

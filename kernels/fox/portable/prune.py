@@ -26,6 +26,7 @@ from attnzoo.kernels.common.launching import (
 )
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.rows import RowGates
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import head_and_tile, keys_there, load_keys
 from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.plan import prune_tiles
@@ -80,7 +81,7 @@ def fox_prune_rows_kernel(
                     s = i_s * KU
                     b_k = load_keys(p_k, i_b32, s, i_h // REP, o_s, o_k, stride_ks, S, K, BK, TMA, True)
                     b_shift = base_shift(p_base, b_slope, b_c, s, GATE, KU)
-                    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BR, KU]
+                    b_y = scores(tl.dot(b_q, tl.trans(b_k), input_precision=PREC), scale2)  # [BR, KU]
                     b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
                     m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
                     b_y = tl.where(m_y, b_y, float("-inf"))
@@ -94,7 +95,7 @@ def fox_prune_rows_kernel(
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
-        b_u = tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)
+        b_u = scores(tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * 1.0001, scale2)
         if HAS_BOUND:
             b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
         b_worst = 2.0 * b_u + log2_s
@@ -135,7 +136,7 @@ def prune_starts(
     fox_prune_rows_kernel[(B * H * n_t,)](
         p_q, p_k, of_rows, longest, longest if bound is None else bound, longest if c is None else c,
         longest if base is None else base, log_decay, start if first_visible is None else first_visible, there, need, T,
-        S, NS, options.scale * LOG2E, math.log2(S),
+        S, NS, options.scale2, math.log2(S),
         none_above(options.log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, BK=head_block(K), RU=ROW_UNIT,
         KU=KEY_UNIT, BR=t.BT, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=bound is not None,

@@ -22,8 +22,8 @@ def levels_backward_hopper(
 
     Works on the queries of the levels in float32 beside its results. Not deterministic.
     """
-    block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, scale = x
-    do, dlse, dv, row_sums, columns, wanted, _, tiled, _ = grads
+    block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, options = x
+    (do, dlse, dv, row_sums, columns, wanted, _, tiled, _), scale = grads, options.scale
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do = describable(do)
     t, BK, BV, Tq = one_pass_tiles(first_computed is not None), head_block(K), head_block(V), levels.q.shape[2]
@@ -50,9 +50,9 @@ def levels_backward_hopper(
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
         block.diag, block.q, block.k, v, o, o if o_rest is None else o_rest, do, lse, rows, delta, d_block.diag,
         d_block.q, d_block.k, own, dq_tiles, sums, d_key, p_w, *extra, *gates, *limits, B, T, Tq, n, scale,
-        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *row_strides(first_visible), K=K, V=V, BV=BV,
-        C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
-        **bounded, num_warps=pair_warps(H // G, K),
+        options.scale2, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *row_strides(first_visible), K=K, V=V,
+        BV=BV, C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None,
+        PREC="ieee", **bounded, num_warps=pair_warps(H // G, K),
     )  # fmt: skip
     heads = cdiv(B * G, cdiv(B * G, t.heads))  # at a time, as many each time
     path_bwd_hopper_kernel[(Tp // t.BS * B * G,)](

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
     addressable,
@@ -39,7 +39,7 @@ def levels_backward(
 
     Those of the levels' queries are in the tiles, where there are any.
     """
-    block, levels, v, o, lse, (c, base, first_visible, first_computed), _, sink, scale = x
+    block, levels, v, o, lse, (c, base, first_visible, first_computed), _, sink, given = x
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do, dlse, dv, sums, columns, wanted, *_ = grads
     do = addressable(do)
@@ -71,14 +71,15 @@ def levels_backward(
         p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
         path_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
-            *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *row_strides(first_visible),
-            **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), HAS_SINK=sink is not None,
-            HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+            *gates, *limits, *sizes, min(t.heads, B * H), given.scale, given.scale2, *strides,
+            *row_strides(first_visible), **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)),
+            HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps,
+            num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     t = plan.of("dkdv")
     path_dkdv_portable_kernel[(cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
-        *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
+        *gates, *limits, end, full, *sizes, min(t.heads, B * G), given.scale, given.scale2, *strides, *dv.stride()[:3],
         *row_strides(first_visible), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from, row_shift
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 
 from .forward import _level_tile
@@ -20,7 +21,7 @@ def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_since, b_s, 
                  HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """P and dS of one row tile; b_y = k q^T. # [BS, BT]"""
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # in flight during exp2
-    b_y = b_y * scale2
+    b_y = scores(b_y, scale2)
     if GATE != 0:
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
         b_y += b_bias[:, None]

@@ -11,6 +11,7 @@ import triton.language as tl
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.row_delta import settle_delta
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 
 from .forward import _base_at, _level_keys, _level_tile, _pair_scores
@@ -21,7 +22,7 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
                GATE: tl.constexpr, HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dS of one key tile; b_s = q k^T. # [BT, BS]"""
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # in flight during exp2
-    b_y = b_s * scale2
+    b_y = scores(b_s, scale2)
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     b_p = tl.exp2(b_y - b_lse[:, None])

@@ -23,6 +23,7 @@ from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, ro
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.rows import RowGates
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import Leaves
 
@@ -64,7 +65,7 @@ def path_prune_rows_kernel(
                 m_t = b_pos < T
                 b_since = tl.load(p_since + b_pos, mask=m_t, other=0)[:, None]
                 p_d = p_diag + ((i_b * n_u + r // KU) * H + i_h) * (KU * KU) + o_t[:, None] * KU + o_s[None, :]
-                b_y = tl.load(p_d, mask=m_t[:, None], other=0.0) * scale2  # [KU, KU]
+                b_y = scores(tl.load(p_d, mask=m_t[:, None], other=0.0), scale2)  # [KU, KU]
                 b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, r, 2, KU), r, o_s, 2)[None, :]
                 b_y = tl.where((o_s[None, :] <= o_t[:, None]) & ((r + o_s)[None, :] >= b_since), b_y, float("-inf"))
                 b_m = tl.max(b_y, 1)  # a row sees itself, so this is finite
@@ -73,7 +74,7 @@ def path_prune_rows_kernel(
                 s = tl.maximum(r - KU, 0)  # the first block has none before it
                 b_qb = load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
                 b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
-                b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
+                b_y = scores(tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC), scale2)
                 b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
                 b_y = tl.where(((s + o_s)[None, :] >= b_since) & (r > 0), b_y, float("-inf"))
                 b_mn = tl.maximum(b_m, tl.max(b_y, 1))
@@ -83,7 +84,7 @@ def path_prune_rows_kernel(
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row[:, None]))  # of one axis, Triton 3.7 fails for Blackwell
     else:
-        b_u = tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * (scale2 * 1.0001)
+        b_u = scores(tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * 1.0001, scale2)
         if HAS_BOUND:
             b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
         b_worst = 2.0 * b_u + log2_t
@@ -117,7 +118,7 @@ def block_starts(
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
     path_prune_rows_kernel[(B * H * n_t,)](
         q, diag, qb, kb, of_rows, longest, longest if bound is None else bound, c, base, first_visible, need, T,
-        options.scale * LOG2E, math.log2(T), none_above(options.log_eps, 2 * KEY_UNIT), *q.stride()[:3],
+        options.scale2, math.log2(T), none_above(options.log_eps, 2 * KEY_UNIT), *q.stride()[:3],
         *row_strides(first_visible), H=H, REP=H // G, K=K, BK=head_block(K), RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail,
         HAS_BOUND=bound is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import addressable, cdiv, head_block, per_head, power_of_2
 from attnzoo.kernels.common.named_op import NamedOp
+from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 from attnzoo.kernels.path.operands import Advanced, PathStep
 
@@ -37,7 +38,7 @@ def _there(p_valid, o_s, m, MASKED: tl.constexpr):
 def path_advance_kernel(
     p_q, p_w, p_beta, p_a, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
-    N, S, SPLIT, NS, window, scale,
+    N, S, SPLIT, NS, window, scale2,
     ONE: tl.constexpr, FACTORS: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BR: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, DECAYED: tl.constexpr,
@@ -105,7 +106,7 @@ def path_advance_kernel(
             b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2)
         else:
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
-        b_s *= scale * TL_LOG2E  # [BR, BS]
+        b_s = scores(b_s, scale2)  # [BR, BS]
         if GATED:
             m_after = _there(p_valid, o_s + 1, o_s + 1 < hi, MASKED)
             p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
@@ -148,7 +149,7 @@ def path_advance_kernel(
 @triton.jit(do_not_specialize=["N", "S", "NS", "window", "stride_gb", "stride_mb"])
 def path_combine_kernel(
     p_o, p_m, p_l, p_sum, p_scores, p_q, p_k, p_next, p_v, p_g, p_valid, p_since, p_sink, p_out, p_lse,
-    stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale,
+    stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale2,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -179,7 +180,7 @@ def path_combine_kernel(
             tl.store(p_next + i_b * stride_nb + (S.to(tl.int64) * G + i_h // REP) * K + o_k, b_k, mask=m_k)
     else:
         b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0)
-    b_own *= scale * TL_LOG2E
+    b_own = scores(b_own, scale2)
     if GATED:
         p_g += i_b * stride_gb + i_h
         m_upto = _there(p_valid, S + o_j, m_j, MASKED)
@@ -234,7 +235,8 @@ def advance_into(following: Tensor, x: PathStep) -> tuple[Tensor, Tensor]:
 
     For one token this may begin with ``x.keys`` themselves, if each is read by one program alone (:func:`in_place`).
     """
-    q, k, w, beta, keys, values, gates, valid, sink, log_diag, window, scale = x
+    q, k, w, beta, keys, values, gates, valid, sink, log_diag, options = x
+    window, scale2 = options.window, options.scale2
     B, N, H, K = q.shape
     S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
     if N > CHUNK:
@@ -244,9 +246,9 @@ def advance_into(following: Tensor, x: PathStep) -> tuple[Tensor, Tensor]:
     sink = per_head(sink)
     if N == 1:
         rows, k, w, beta = q.contiguous(), k.contiguous(), w.contiguous(), beta.contiguous()
-        scores = total = following
+        chunk = total = following
     else:
-        scores, rows, own, total = close_chunk(q, k, w, beta, log_diag)
+        chunk, rows, own, total = close_chunk(q, k, w, beta, log_diag)
         following[:, S:] = own
     R, factors = H // G * N, beta.shape[3] if N == 1 and beta.ndim == 4 else 1
     wide = max(K, V) > 64
@@ -273,14 +275,14 @@ def advance_into(following: Tensor, x: PathStep) -> tuple[Tensor, Tensor]:
         path_advance_kernel[(B * G, splits, row_tiles)](
             rows, w, beta, decay, total, keys, following, values, g, there, since, parts, top, mass, sums,
             keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-            there.stride(0), N, S, size, splits, window, scale, N == 1, factors, G, H, K, V, BR, BS, BK, BC, BV,
+            there.stride(0), N, S, size, splits, window, scale2, N == 1, factors, G, H, K, V, BR, BS, BK, BC, BV,
             **flags, DECAYED=log_diag is not None, num_warps=warps, num_stages=1,
         )  # fmt: skip
         path_combine_kernel[(B * H, N)](
-            parts, top, mass, sums, scores, rows, k, following, values, g, there, since,
+            parts, top, mass, sums, chunk, rows, k, following, values, g, there, since,
             lse if sink is None else sink, o, lse,
             following.stride(0), values.stride(0), values.stride(1), *gate_strides, there.stride(0), N, S, splits,
-            window, scale, G, H, K, V, 1 if N == 1 else CHUNK, BP, BK, BV, **flags, HAS_SINK=sink is not None,
+            window, scale2, G, H, K, V, 1 if N == 1 else CHUNK, BP, BK, BV, **flags, HAS_SINK=sink is not None,
             num_warps=4,
         )  # fmt: skip
     return o, lse
