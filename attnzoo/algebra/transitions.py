@@ -383,6 +383,12 @@ def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.contiguous() if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
+    """The scaled queries ``[B, H, T, K]`` of q ``[B, T, H, K]``, in the dtype of the computation; None: 1 / sqrt(K)."""
+    H, K = q.shape[2:]
+    return heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
+
+
 def cut(x: Tensor, size: int) -> Tensor:
     """Cut ``[B, H, T, ...]`` into blocks ``[B, H, N, size, ...]``, the last one filled up with zeros."""
     missing = -x.shape[2] % size

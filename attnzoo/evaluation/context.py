@@ -70,10 +70,8 @@ def measure_context(model: nn.Module, tokens: Tensor, eps: float = 0.01) -> Effe
 
 def _row_sums(layer: Attention, core: Projected, window: int | None) -> Tensor:
     """The log-sum-exp of each row over its newest ``window`` keys, ``[T, H]``."""
-    form = layer.variant.forms["parallel"]
-    _, lse = form(
-        core.q, core.k, core.v[..., :1].double(), core.gate, scale=layer.scale, window=window, return_lse=True
-    )
+    form, options = layer.variant.forms["parallel"], {**layer.core_options, "window": window}
+    _, lse = form(core.q, core.k, core.v[..., :1].double(), core.gate, **options, return_lse=True)
     return torch.as_tensor(lse)[0]
 
 

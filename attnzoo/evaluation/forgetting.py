@@ -34,6 +34,7 @@ from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, least
 from attnzoo.forgetting.student import remembered_of, retention_of
 from attnzoo.forgetting.target import log_of_nothing, pooled
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call, FormSet
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.attention import Attention
@@ -188,8 +189,7 @@ class Limited(nn.Module):
         """The layer's core, as :meth:`attnzoo.forgetting.network.ForgetNetwork.run`."""
         given = call.options
         assert isinstance(forms, SoftmaxForms)
-        placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
-        panels = Logits(forms, call.q, call.k, call.gate, **placed)
+        panels = Logits(forms, call.q, call.k, call.gate, SoftmaxOptions(**given))
         (_, H, T), G = panels.shape, panels.heads
         a = torch.cat([
             F.pad(panels.panel(start, stop, panels.exists(start, stop)), (0, 0, start, 0), value=-torch.inf)

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import PARTS, Gate, expand_heads
-from attnzoo.algebra.oracle import default_scale
+from attnzoo.algebra.gate import PARTS, Gate
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.transitions import heads_first, scaled_queries
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.readout import logits_of
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 
@@ -79,7 +81,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
         prune = {}
         if layer.variant.prunable:
             eps = (layer.prune or Prune()).eps
-            prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block, layer.config.window)
+            prune = prune_maps(core.q, core.k, core.gate, SoftmaxOptions(**layer.core_options), eps, block)
         maps.append(GateMap(index, decay_matrix(gate.slice(0, length), samples), length, T, prune))
     return maps
 
@@ -129,9 +131,7 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
     return np.asarray(decay.tril().cpu().numpy(), dtype=np.float64)
 
 
-def prune_maps(
-    q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int, window: int | None = None
-) -> dict[str, PruneMap]:
+def prune_maps(q: Tensor, k: Tensor, gate: Gate, given: SoftmaxOptions, eps: float, block: int) -> dict[str, PruneMap]:
     """The pruning of the first sequence by each bound; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay.
 
     Blocks beyond a window count neither as computed nor as pruned.
@@ -141,16 +141,17 @@ def prune_maps(
     """
     if gate.log_decay is None:
         raise ValueError("gate: expected log_decay, got none")
-    T = q.shape[1]
+    T, window = q.shape[1], given.window
     oldest = torch.arange(0, T, block, device=q.device) - (T if window is None else window) + 1
     seen = (oldest.clamp_min(0) // block * block).expand(1, q.shape[2], -1)
     there = kept_fraction(seen, T, rows=block, cols=block)
-    scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)
-    keys = expand_heads(k[:1], q.shape[2]).transpose(1, 2)
+    scaled, keys = scaled_queries(q[:1].double(), given.scale), heads_first(k[:1], q.shape[2], torch.float64)
+    own = logits_of((scaled * keys).sum(-1), given)
     maps: dict[str, PruneMap] = {}
     for bound in BOUNDS:
         prune = Prune(eps=eps, bound=bound)
-        first = first_kept_keys(scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block)
+        gates = gate.log_decay[:1].transpose(1, 2)
+        first = first_kept_keys(scaled, keys, gates, prune, lower=own, rows=block, cols=block)
         first = first.maximum(seen)
         kept = kept_fraction(first, T, rows=block, cols=block) / there
         maps[bound] = PruneMap(_numpy(first[0]), _numpy(kept), block)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,9 +72,9 @@ def measure_maps(
 
 def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
     T, G, n = core.q.shape[1], core.v.shape[2], layer.keys_per_token
-    options: dict[str, Any] = {"scale": layer.scale}
+    options = dict(layer.core_options)
     if layer.variant.side == "softmax":
-        options |= {"window": layer.config.window, "sink": layer.sinks}
+        options["sink"] = layer.sinks
     else:
         delta_rule = isinstance(core.write, str)
         options |= {"write": None if delta_rule else core.write, "delta_rule": delta_rule}

@@ -110,8 +110,7 @@ def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlen
         return kept_fraction(first, core.q.shape[1], rows=ROW_UNIT, cols=KEY_UNIT)
     options: dict[str, Any] = {
         "log_decay": gate.log_decay,
-        "scale": layer.scale,
-        "window": layer.config.window,
+        **layer.core_options,
         "cu_seqlens": cu_seqlens,
         "impl": "auto" if core.q.is_cuda else "reference",  # as attention itself runs
     }
@@ -134,7 +133,8 @@ def _first_certified(layer: Attention, core: Projected, prune: Prune | None, cu_
     if prune is not None:
         near = min(window or KEY_UNIT, KEY_UNIT)  # the log-sum-exp over the newest keys is a lower bound of the row's
         form, values = layer.variant.forms["parallel"], core.v[..., :1].to(core.q.dtype)
-        _, lse = form(core.q, core.k, values, gate, scale=layer.scale, window=near, return_lse=True)
+        options = {**layer.core_options, "window": near}
+        _, lse = form(core.q, core.k, values, gate, **options, return_lse=True)
         scaled = core.q.transpose(1, 2) * (default_scale(core.q) if layer.scale is None else layer.scale)
         keys, bound = expand_heads(core.k, H).transpose(1, 2), layer.logit_bound(core.q.dtype)
         first = first_kept_keys(

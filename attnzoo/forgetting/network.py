@@ -200,7 +200,7 @@ class ForgetNetwork(PreciseModule):
         self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None
     ) -> tuple[Tensor, ForgettingCache | None]:
         """:meth:`run` for rows whose padding, if any, stands before all tokens."""
-        given = call.options
+        given, options = call.options, SoftmaxOptions(**call.options)
         assert isinstance(forms, SoftmaxForms)
         if policy is not None:
             if self.blend != 1:
@@ -208,14 +208,12 @@ class ForgetNetwork(PreciseModule):
             if records(call.q, call.k, call.v):
                 raise ValueError("cache: expected torch.no_grad() where keys are forgotten, got inputs with a gradient")
             with as_given(call.q):
-                options = SoftmaxOptions(**given)
                 inputs = forms, call.q, call.k, call.v, call.gate, self.network(), policy, call.state, options
                 return extend_forgetting(*inputs)
-        placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
         if not self.training and self.blend == 1:
-            check_softmax(SoftmaxOptions(**given), call.q, call.gate)
+            check_softmax(options, call.q, call.gate)
             with as_given(call.q):
-                logits = Logits(forms, call.q, call.k, call.gate, **placed)
+                logits = Logits(forms, call.q, call.k, call.gate, options)
                 retention = self.join(self.of_keys(call.k, call.v), self.of_rows(call.q))
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         with torch.no_grad():
@@ -223,7 +221,7 @@ class ForgetNetwork(PreciseModule):
         learns = self.training and torch.is_grad_enabled()
         with as_given(call.q):
             found: Forgotten = forgetful_attention(
-                Logits(forms, call.q, call.k, call.gate, **placed), call.v, lse,
+                Logits(forms, call.q, call.k, call.gate, options), call.v, lse,
                 self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
                 teacher=taught if learns and self.distils else None, sink=given.get("sink"),
                 shares=self.budget_shares(), losses=learns,

@@ -11,10 +11,10 @@ from einops import rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums, scaled_queries
 from attnzoo.forms.additive import AdditiveForms
-from attnzoo.forms.options import existing
-from attnzoo.forms.readout import Band
+from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions, existing
+from attnzoo.forms.readout import Band, logits_of
 from attnzoo.forms.softmax import SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
@@ -30,30 +30,26 @@ class Logits:
         q: ``[B, T, H, K]``.
         k: ``[B, T, G, K]``.
         gate: of the variant.
-        scale: of the scores; None for ``1 / sqrt(K)``.
-        valid: tokens that are no padding, ``[B, T]`` bool, or None for all. Padding stands first or last.
-        cu_seqlens: borders ``[N + 1]`` of packed sequences, or None.
-        window: tokens that a row sees; None for all.
+        given: options of the call. Padding stands first or last.
     """
 
     def __init__(
-        self, forms: SoftmaxForms, q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None,
-        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, window: int | None = None,
-    ) -> None:  # fmt: skip
-        (_, T, H, K), dtype, device = q.shape, compute_dtype(q), q.device
+        self, forms: SoftmaxForms, q: Tensor, k: Tensor, gate: Gate, given: SoftmaxOptions = NOTHING_ASKED
+    ) -> None:
+        (_, T, H, _), dtype, device = q.shape, compute_dtype(q), q.device
+        valid, cu_seqlens = given.valid, given.cu_seqlens
         if valid is not None:
             q, k = existing(valid, q, k)
-        self.heads, self.valid, self.columns = k.shape[2], valid, COLUMNS
+        self.heads, self.valid, self.columns, self.given = k.shape[2], valid, COLUMNS, given
         if q.device.type != "cpu" and isinstance(forms, AdditiveForms):  # matrix transitions need blocks of COLUMNS
             self.columns = wide(q.shape[0] * H * T)
         gate = forms.separated(gate, q, valid, cu_seqlens)
         local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
         if isinstance(forms, AdditiveForms):
             q, k, _, _ = forms.place(q, k, gate, None, valid)
-        q = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
-        k = heads_first(k, H, dtype)
+        q, k = scaled_queries(q, given.scale), heads_first(k, H, dtype)
         self.q, self.k, self.carry = q, k, forms.transition.carry
-        self.own = (q * k).sum(-1)  # [B, H, T], a row's score with its own key
+        self.own = logits_of((q * k).sum(-1), given)  # [B, H, T], a row's score with its own key
         self.blocks: ClosedForm | None = None
         if local is not None:
             self.blocks = forms.transition.block(_cut(q, self.columns), _cut(k, self.columns), local)
@@ -63,7 +59,7 @@ class Logits:
         self.segment = None
         if cu_seqlens is not None:
             self.segment = torch.searchsorted(cu_seqlens.long(), torch.arange(T, device=device), right=True)
-        self.band = Band.of(window, valid, T, device)
+        self.band = Band.of(given.window, valid, T, device)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -101,13 +97,13 @@ class Logits:
         else:
             scores = self.carried(start // self.columns, self.blocks)[0]
             scores = scores[:, :, : self.shape[2] - start, : stop - start]
+        decay = None
         if self.sums is not None:
             sums, closed = self.sums
             decay = (sums[..., start:, None] - sums[..., None, start:stop]).to(scores.dtype)
             if closed is not None:
                 decay = decay.masked_fill(closed[..., start:, None] != closed[..., None, start:stop], -torch.inf)
-            scores = scores + decay
-        return scores.masked_fill(~there, -torch.inf)
+        return logits_of(scores, self.given, decay).masked_fill(~there, -torch.inf)
 
     def carried(self, n: int, blocks: ClosedForm) -> tuple[Tensor, Tensor]:
         """The scores of block n's keys with all rows from its first on, and its keys carried to the end,

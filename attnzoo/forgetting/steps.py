@@ -10,14 +10,14 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
-from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first, scaled_queries
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy, first_ones, swap_delete
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import squashed
 from attnzoo.forgetting.student import Panel, hard_attention
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
-from attnzoo.forms.readout import least_logit
+from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.forms.softmax import SoftmaxForms
 
 
@@ -66,7 +66,7 @@ def _prefill(
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
     """The output and the cache of the first T tokens, computed in panels."""
     (B, T, H, _), G, valid = q.shape, v.shape[2], given.valid
-    logits = Logits(forms, q, k, gate, scale=given.scale, valid=valid, window=given.window)
+    logits = Logits(forms, q, k, gate, given)
     memory = network.keys(k, v)
     o, last = hard_attention(logits, v, network.join(memory, network.rows(q)), policy.options, given.sink)
     there = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
@@ -155,10 +155,11 @@ def take_token(
         phase=phase, angle=angle,
     )  # fmt: skip
 
-    query = heads_first(q, H, dtype)[:, :, 0].unflatten(1, (G, -1)) * (K**-0.5 if given.scale is None else given.scale)
+    query = scaled_queries(q, given.scale)[:, :, 0].unflatten(1, (G, -1))
     scaled, keys = after.by_slot(query), slots["k"].to(dtype)
     apart = r > 1 or after.shared  # whether each slot has queries of its own
     a = (keys * scaled[:, :, None]).sum(-1).movedim(-1, 2) if apart else scaled @ keys[:, :, :, 0].mT  # [B, G, R, N]
+    a = logits_of(a, given)
     if sums:
         c, closed = (after.by_slot(sums[name])[..., None] for name in ("c", "closed"))
         a = a + (c - slots["c"].movedim(-1, 2)).to(dtype)
@@ -168,7 +169,8 @@ def take_token(
     a = a.masked_fill(~seen[:, :, None], -torch.inf)
     panel = Panel(0, slots["kept"].shape[2], age[:, :, None])
     if options.of_pairs:
-        own = after.by_slot((query * heads_first(k, H, dtype)[:, :, 0].unflatten(1, (G, -1))).sum(-1))
+        own = logits_of((query * heads_first(k, H, dtype)[:, :, 0].unflatten(1, (G, -1))).sum(-1), given)
+        own = after.by_slot(own)
         share = (a - own[..., None]).sigmoid().mean(2)
         mean = torch.where(age == 0, share, options.memory * slots["attention"] + (1 - options.memory) * share)
         slots["attention"] = torch.where(there[:, None, None], mean, slots["attention"])

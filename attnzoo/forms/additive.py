@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import Identity, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import Identity, Transition, heads_first, scaled_queries
 from attnzoo.forms import softmax
 from attnzoo.forms.backends.fox_path import fox_kernel
 from attnzoo.forms.caches.state import KVCache, grown
@@ -34,8 +34,8 @@ class AdditiveForms(softmax.SoftmaxForms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None, KVCache]:
         q, state = self.remember(q, k, v, gate, state, options)
-        H, dtype, prune = q.shape[2], compute_dtype(q), options.prune
-        scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
+        H, prune, scaled = q.shape[2], options.prune, scaled_queries(q, options.scale)
+        dtype = scaled.dtype
         keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
         decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
         band = None
@@ -44,11 +44,10 @@ class AdditiveForms(softmax.SoftmaxForms):
         first_kept = None
         if prune is not None:
             gates, bound = cast(Tensor, decay), options.logit_bound
-            lower = near_lse(scaled, keys, gates, state.valid, band) if prune.bound == "tail" else None
+            lower = near_lse(scaled, keys, gates, state.valid, band, options) if prune.bound == "tail" else None
             first_kept = first_kept_keys(scaled, keys, gates, prune, bound, lower=lower, rows=softmax.ROWS)
-        with_lse = options.return_lse or options.sink is not None
         o, lse = causal_attention(
-            scaled, keys, values, decay, state.valid, first_kept, rows=softmax.ROWS, band=band, with_lse=with_lse
+            scaled, keys, values, decay, state.valid, first_kept, rows=softmax.ROWS, band=band, given=options
         )
         return o, lse, state
 

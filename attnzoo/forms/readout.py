@@ -13,12 +13,21 @@ from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.sums import sum_to_the_end
 from attnzoo.algebra.transitions import block_decay, decay_between
 from attnzoo.algebra.values import readable
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
 
 def least_logit(dtype: torch.dtype) -> float:
     """A logit that is below every score, and whose arithmetic never makes a NaN, as that of -inf would."""
     return torch.finfo(dtype).min / 4
+
+
+def logits_of(scores: Tensor, given: SoftmaxOptions, decay: Tensor | None = None) -> Tensor:
+    """``s + d``, the logits of scaled scores and of the decays between their tokens (None: without one).
+
+    All reference forms make their logits here.
+    """
+    return scores if decay is None else scores + decay
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +68,9 @@ class Band:
 
 
 def block_logits(
-    scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None
-) -> Tensor:
+    scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None,
+    given: SoftmaxOptions,
+) -> Tensor:  # fmt: skip
     """Logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf where the weight is nothing.
 
     Args:
@@ -69,6 +79,7 @@ def block_logits(
         valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
         first_kept: first key that the block may see, ``[B, H]``, or None.
         hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
+        given: options of the call.
     """
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
@@ -77,7 +88,7 @@ def block_logits(
         bias = torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
     else:
         bias = decay_between(log_decay)
-    logits = (scores + bias).clamp(min=least)
+    logits = logits_of(scores, given, bias).clamp(min=least)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], least)
     if first_kept is not None:
@@ -90,7 +101,9 @@ def block_logits(
     return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
 
 
-def near_lse(q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band: Band | None) -> Tensor:
+def near_lse(
+    q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band: Band | None, given: SoftmaxOptions
+) -> Tensor:
     """Log-sum-exp of each row over near keys, a lower bound of the whole row's: what the kernels of FoX prune by.
 
     Near are the keys of a row's own ``ROW_UNIT`` rows and of ``NEAR_UNITS`` units of keys before them.
@@ -101,6 +114,7 @@ def near_lse(q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band
         log_decay: ``[B, H, S]``.
         valid: keys that exist, ``[B, S]``, or None for all.
         band: which keys a window lets the S tokens see, or None for all.
+        given: options of the call.
 
     Returns:
         ``[B, H, T]``.
@@ -113,11 +127,13 @@ def near_lse(q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band
             row, end = S - T + start, S - T + stop
             first = max(0, row // KEY_UNIT - NEAR_UNITS) * KEY_UNIT
             scores = q[:, :, start:stop] @ k[:, :, first:end].mT
-            found.append(block_lse(scores, log_decay[..., first:end], first, valid, band))
+            found.append(block_lse(scores, log_decay[..., first:end], first, valid, band, given))
     return torch.cat(found, -1)
 
 
-def block_lse(scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | None, band: Band | None) -> Tensor:
+def block_lse(
+    scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | None, band: Band | None, given: SoftmaxOptions
+) -> Tensor:
     """Log-sum-exp ``[B, H, C]`` of a block of rows over the keys from ``first`` up to it; reads the matrix few times.
 
     Args:
@@ -125,9 +141,10 @@ def block_lse(scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | Non
         log_decay: gates of these n tokens, ``[B, H, n]``.
         valid: keys that exist, of all tokens, ``[B, S]``, or None for all.
         band: which keys a window lets the S tokens see, or None for all.
+        given: options of the call.
     """
     C, n = scores.shape[-2:]
-    P = n - C
+    P, scores = n - C, logits_of(scores, given)
     if valid is not None:
         scores.masked_fill_(~valid[:, None, None, first : first + n], -torch.inf)
     if band is not None:
@@ -150,8 +167,10 @@ def decay_to(log_decay: Tensor, P: int) -> Tensor:
     return sum_to_the_end(later, -1)
 
 
-def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """The softmax of logits ``[..., C, S]`` times v ``[..., S, V]``, and the log-sum-exp ``[..., C]`` or None."""
+def readout(logits: Tensor, v: Tensor, given: SoftmaxOptions) -> tuple[Tensor, Tensor | None]:
+    """The softmax of logits ``[..., C, S]`` times v ``[..., S, V]``, and the log-sum-exp ``[..., C]`` where it is asked
+    for or a sink needs it, or None."""
+    with_lse = given.return_lse or given.sink is not None
     return logits.softmax(-1) @ v, logits.logsumexp(-1) if with_lse else None
 
 

@@ -29,6 +29,7 @@ from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.values import in_transform, readable, records
+from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions
 from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
 SIZES = (1024, 128)  # rows per fused block
@@ -55,7 +56,7 @@ def causal_attention(
     rows: int = SIZES[-1],
     *,
     band: Band | None = None,
-    with_lse: bool = False,
+    given: SoftmaxOptions = NOTHING_ASKED,
 ) -> tuple[Tensor, Tensor | None]:
     """The last T of S tokens attend to all before them.
 
@@ -71,13 +72,13 @@ def causal_attention(
         first_kept: first key that each block of ``rows`` rows may see, ``[B, H, ceil(T / rows)]``, or None.
         rows: rows per block of ``first_kept``.
         band: which keys a window lets the S tokens see, or None for all.
-        with_lse: whether the log-sum-exps are wanted.
+        given: options of the call.
 
     Returns:
         ``[B, H, T, V]``, and ``[B, H, T]`` or None. A row without any valid key is finite and means nothing.
     """
     B, H, T, K = q.shape
-    S, V = k.shape[2], v.shape[3]
+    S, V, with_lse = k.shape[2], v.shape[3], given.return_lse or given.sink is not None
     fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
     plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)  # a compiled length stays open
@@ -94,7 +95,7 @@ def causal_attention(
         log_decay = q.new_zeros(B, H, S)
     if T <= 2 * PLAIN or not fused or band is not None or not q.numel():
         there = None if valid is None else valid[:, None]
-        return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
+        return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, given)
     # [1, B H, ...]: each head may have its own size of blocks
     q, k, v, log_decay = (x.flatten(0, 1)[None] for x in (q, k, v, log_decay))
     valid = None if valid is None else valid.repeat_interleave(H, 0)[None]
@@ -113,7 +114,7 @@ def causal_attention(
         if calm:
             o, lse = _RowBlocks.apply(q_, k_, v_, g_, there, first, size, with_lse)  # type: ignore[no-untyped-call]
         else:
-            o, lse = _plain_rows(q_, k_, v_, g_, there, first, size, with_lse=with_lse)
+            o, lse = _plain_rows(q_, k_, v_, g_, there, first, size, given=given)
         out = o if whole else out.index_copy(1, index, o)
         if lses is not None and lse is not None:
             lses = lse if whole else lses.index_copy(1, index, lse)
@@ -143,12 +144,12 @@ def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _plain_rows(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, rows: int,
-    band: Band | None = None, with_lse: bool = False,
+    band: Band | None = None, given: SoftmaxOptions = NOTHING_ASKED,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
     T, S = q.shape[2], k.shape[2]
     if first_kept is None and band is None and T <= 2 * PLAIN:  # one block
-        return _plain_block(q, k, v, log_decay, valid, None, None, with_lse)
+        return _plain_block(q, k, v, log_decay, valid, None, None, given)
     if first_kept is None:
         rows = PLAIN if band is not None else 2 * PLAIN
     outputs, lses = [], []
@@ -162,20 +163,20 @@ def _plain_rows(
         args = (
             q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
-            None if band is None else band.hidden(row, end, first), with_lse,
+            None if band is None else band.hidden(row, end, first), given,
         )  # fmt: skip
         again = T > 2 * PLAIN and records(q, k, v, log_decay) and not in_transform()
         o, lse = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
         outputs.append(o)
         lses.append(lse)
-    return torch.cat(outputs, 2), torch.cat(cast(list[Tensor], lses), 2) if with_lse else None
+    return torch.cat(outputs, 2), None if lses[0] is None else torch.cat(cast(list[Tensor], lses), 2)
 
 
 def _plain_block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None,
-    hidden: Tensor | None, with_lse: bool,
+    hidden: Tensor | None, given: SoftmaxOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden), v, with_lse)
+    return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden, given), v, given)
 
 
 class _Whole(torch.autograd.Function):
@@ -240,7 +241,8 @@ class _RowBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def plain(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor | None]:
-                return _plain_rows(q, k, v, log_decay, valid, first_kept, ctx.rows, with_lse=ctx.with_lse)
+                given = SoftmaxOptions(return_lse=ctx.with_lse)
+                return _plain_rows(q, k, v, log_decay, valid, first_kept, ctx.rows, given=given)
 
             return *_twice(ctx, plain, (q, k, v, log_decay), grads), None, None, None, None
         plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows, ctx.with_lse)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, heads_first, scaled_queries
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
@@ -171,8 +171,8 @@ class SoftmaxForms(Forms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None, KVCache]:
         """o ``[B, H, T, V]`` without the sink, its log-sum-exp ``[B, H, T]`` where one is needed, and the new state."""
-        B, T, H, K = q.shape
-        G, dtype = k.shape[2], compute_dtype(q)
+        (B, T, H, _), G, scaled = q.shape, k.shape[2], scaled_queries(q, options.scale)
+        dtype = scaled.dtype
         gate = gate.per_token(q)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         P = len(past)
@@ -181,7 +181,6 @@ class SoftmaxForms(Forms):
         new = KVCache(
             k, cast(Tensor, append(past.v, v)), log_decay, append_valid(state, options.valid, k), carried=True
         )
-        scaled = heads_first(q, H, dtype) * (K**-0.5 if options.scale is None else options.scale)
         keys, values = heads_first(k, H, dtype), heads_first(new.v, H, dtype)
         carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S]: laid out as a state, to be carried as one
         local = HeadGate.of(gate, q)
@@ -193,12 +192,11 @@ class SoftmaxForms(Forms):
         if prune is not None:
             lower = None
             if prune.bound == "tail":
-                lower = self._near_lse(scaled, keys, local, decay, carried, new.valid, band)
+                lower = self._near_lse(scaled, keys, local, decay, carried, new.valid, band, options)
             everything = torch.cat([carried.mT, keys], 2)
             first_kept = first_kept_keys(
                 scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
             )  # fmt: skip
-        with_lse = options.return_lse or options.sink is not None
         again = T > 1 and not in_transform()  # one row keeps little but what is carried
         again = again and records(scaled, keys, values, decay, carried, *(getattr(local, part) for part in local.parts))
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
@@ -210,7 +208,7 @@ class SoftmaxForms(Forms):
             args = (
                 scaled[:, :, start:stop], keys[:, :, start:stop], values[:, :, : P + stop], rows,
                 decay[:, :, : P + stop], carried, None if new.valid is None else new.valid[:, : P + stop], kept,
-                band, with_lse,
+                band, options,
             )  # fmt: skip
             if again:
                 o, lse, carried = checkpoint(self._rows, *args, use_reentrant=False, preserve_rng_state=False)
@@ -225,25 +223,26 @@ class SoftmaxForms(Forms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`_attend` of whole sequences, which leave no state."""
-        (_, T, H, K), dtype = q.shape, compute_dtype(q)
+        T, H = q.shape[1:3]
         given = q, k, v, *(getattr(gate, part) for part in gate.parts)
         traced = in_transform() or torch.compiler.is_compiling()  # a graph serves more lengths than one block
         if traced or T > ROWS or options.prune is not None or records(*given):
             return self._attend(q, k, v, gate, None, options)[:2]
         local = HeadGate.of(gate, q)
-        scaled = heads_first(q, H, dtype) * (K**-0.5 if options.scale is None else options.scale)
+        scaled = scaled_queries(q, options.scale)
+        dtype = scaled.dtype
         decay = scaled.new_zeros(*scaled.shape[:3]) if local.log_decay is None else local.log_decay
         valid, hidden = options.valid, None
         if options.window is not None and options.window < T:
             hidden = cast(Band, Band.of(options.window, valid, T, q.device)).hidden(0, T, 0)
         scores = self.transition.scores(scaled, heads_first(k, H, dtype), local)
-        logits = block_logits(scores, decay, None if valid is None else valid[:, None], None, hidden)
-        return readout(logits, heads_first(v, H, dtype), options.return_lse or options.sink is not None)
+        logits = block_logits(scores, decay, None if valid is None else valid[:, None], None, hidden, options)
+        return readout(logits, heads_first(v, H, dtype), options)
 
     @torch.no_grad()
     def _near_lse(
         self, q: Tensor, k: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
-        band: Band | None,
+        band: Band | None, given: SoftmaxOptions,
     ) -> Tensor:  # fmt: skip
         """Log-sum-exp of each row over its own ``KEY_UNIT`` keys and those before: what PaTH's kernels prune by.
 
@@ -256,13 +255,13 @@ class SoftmaxForms(Forms):
             block = self.transition.block(q[:, :, start:stop], k[:, :, start:stop], gate.slice(start, stop))
             first, end = P + start - before.shape[2], P + stop
             scores = torch.cat([block.q @ before.mT, block.scores], -1)
-            found.append(block_lse(scores, decay[..., first:end], first, valid, band))
+            found.append(block_lse(scores, decay[..., first:end], first, valid, band, given))
             before = block.k
         return torch.cat(found, -1)
 
     def _rows(
         self, q: Tensor, k: Tensor, v: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
-        first_kept: Tensor | None, band: Band | None, with_lse: bool,
+        first_kept: Tensor | None, band: Band | None, given: SoftmaxOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """One block of C rows over ``carried`` ``[B, H, K, P]`` and itself: output, log-sum-exp, new ``carried``."""
         block = self.transition.block(q, k, gate)
@@ -272,9 +271,9 @@ class SoftmaxForms(Forms):
         logits = block_logits(
             scores, decay[..., first:], None if valid is None else valid[:, None, first:],
             None if first_kept is None else first_kept - first,
-            None if band is None else band.hidden(P, P + C, first),
+            None if band is None else band.hidden(P, P + C, first), given,
         )  # fmt: skip
-        o, lse = readout(logits, v[:, :, first:], with_lse)
+        o, lse = readout(logits, v[:, :, first:], given)
         carried = self.transition.carry(cast(Tensor, block.total), carried)
         return o, lse, torch.cat([carried, block.k.mT], -1)
 

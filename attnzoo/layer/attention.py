@@ -73,7 +73,7 @@ class Attention(PreciseModule):
         classes = gate_classes(config.gate)
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.keep_carries = keep_carries
-        self.scale = config.scale
+        self.scale, self.core_options = config.scale, config.core_options(variant.side)
         self.keys_per_token = keys_per_token(config, classes, gate_options or {})  # and values
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
         q_heads, k_heads = config.query_heads, config.key_heads
@@ -322,7 +322,10 @@ class Attention(PreciseModule):
             valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
             cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.keys_per_token
         if self.variant.side == "softmax":
-            return SoftmaxOptions(self.scale, self.prune, bound, self.config.window, self.sinks, valid, cu_seqlens)
+            return SoftmaxOptions(
+                prune=self.prune, logit_bound=bound, sink=self.sinks, valid=valid, cu_seqlens=cu_seqlens,
+                **self.core_options,
+            )  # fmt: skip
         if isinstance(write, str):
             return LinearOptions(self.scale, valid, cu_seqlens, delta_rule=True)
         return LinearOptions(self.scale, valid, cu_seqlens, write)

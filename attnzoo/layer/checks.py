@@ -14,7 +14,7 @@ from attnzoo.algebra.validation import check_flag
 from attnzoo.errors import KINDS, UnavailableError, unknown
 from attnzoo.forgetting.rules import Forgetting, room
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.config import OF_SOFTMAX, PLAIN, AttentionConfig
 from attnzoo.layer.dispatch import IMPLS
 from attnzoo.layer.gates import GateProjection, gate_classes
 from attnzoo.layer.gates.matrix import checked_factors
@@ -74,8 +74,8 @@ def _check_parts(
         name, kept = ("rotary", None) if config.qk_norm == "none" else ("qk_norm", "none")
         why = f"{makers[0]} makes the keys, behind the norm and the rotation"
         raise ValueError(f"{name}: expected {kept!r} ({why}), got {getattr(config, name)!r}")
-    for name, none in (("window", None), ("sinks", False)):
-        given = getattr(config, name)
+    for name in OF_SOFTMAX:
+        given, none = getattr(config, name), PLAIN[name]
         if given != none and variant.side == "linear":
             why = f"{variant.name!r} sums past tokens in one state, without a softmax"
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")

@@ -25,6 +25,8 @@ NEEDS = {  # an option -> the options one of which must be on for it to have an 
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
+OF_SOFTMAX = ("window", "sinks")  # parts of the softmax side alone
+OF_CORE = ("scale", "window")  # options of the core that are numbers
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class AttentionConfig:
                     )
         if self.qk_norm_shared and self.qk_norm == "l2":
             raise ValueError("qk_norm_shared: expected False with qk_norm='l2', which has no learned scale, got True")
+
+    def core_options(self, side: str) -> dict[str, Any]:
+        """The options that are numbers of every call of a core of this side, by name."""
+        return {name: getattr(self, name) for name in OF_CORE if side == "softmax" or name not in OF_SOFTMAX}
 
     @property
     def kv_heads(self) -> int:

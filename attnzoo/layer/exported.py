@@ -7,35 +7,37 @@ operator has no gradient.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.pruning import Bound, Prune
+from attnzoo.algebra.pruning import Prune
 from attnzoo.registry import get
 
-Some = Tensor | None
+TENSORS = ("valid", "cu_seqlens", "write", "sink", "logit_bound")  # options that are tensors
 
 
 @torch.library.custom_op("attnzoo::attend", mutates_args=())
 def attend(
-    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, parts: str, gate: Sequence[Tensor], scale: float | None,
-    valid: Some, cu_seqlens: Some, write: Some, delta_rule: bool, window: int | None, sink: Some, eps: float | None,
-    bound: str, logit_bound: Some,
+    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, parts: str, gate: Sequence[Tensor], names: str,
+    tensors: Sequence[Tensor], rest: str,
 ) -> Tensor:  # fmt: skip
-    """The output of ``form`` of ``variant``, ``[B, T, H, V]``; ``parts`` are the names of the gate's parts, separated
-    by spaces."""
-    options = {
-        "scale": scale, "valid": valid, "cu_seqlens": cu_seqlens, "write": write, "delta_rule": delta_rule or None,
-        "window": window, "sink": sink, "prune": None if eps is None else Prune(eps, cast(Bound, bound)),
-        "logit_bound": logit_bound,
-    }  # fmt: skip
-    given = {name: value for name, value in options.items() if value is not None}
-    named = dict(zip(parts.split(), gate, strict=True))
-    o: Tensor = get(variant).forms[form](q, k, v, Gate(**named), **given)
+    """The output of ``form`` of ``variant``, ``[B, T, H, V]``.
+
+    Args:
+        parts, names: names of the gate's parts and of the options that are tensors, separated by spaces.
+        rest: the other options as JSON, ``prune`` as its fields.
+    """
+    named, numbers = dict(zip(parts.split(), gate, strict=True)), json.loads(rest)
+    if "prune" in numbers:
+        numbers["prune"] = Prune(**numbers["prune"])
+    given = dict(zip(names.split(), tensors, strict=True))
+    o: Tensor = get(variant).forms[form](q, k, v, Gate(**named), **given, **numbers)
     return o.contiguous()
 
 
@@ -48,12 +50,12 @@ def exported(
     variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
 ) -> Tensor:
     """The output of ``forms[form](q, k, v, gate, **options)``, computed by the operator :func:`attend`."""
-    prune: Prune | None = options.get("prune")
-    pruning = (None, "") if prune is None else (prune.eps, prune.bound)
-    names = ("scale", "valid", "cu_seqlens", "write")
+    numbers = {name: value for name, value in options.items() if name not in TENSORS}
+    if "prune" in numbers:
+        numbers["prune"] = asdict(numbers["prune"])
+    given = {name: options[name] for name in TENSORS if name in options}
     o: Tensor = attend(
         variant, form, q, k, v, " ".join(gate.parts), [getattr(gate, name) for name in gate.parts],
-        *(options.get(name) for name in names), "delta_rule" in options, options.get("window"), options.get("sink"),
-        *pruning, options.get("logit_bound"),
+        " ".join(given), [*given.values()], json.dumps(numbers),
     )  # fmt: skip
     return o

@@ -12,6 +12,7 @@ from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
+from attnzoo.forms.options import NOTHING_ASKED
 
 LOG_EPS = -10.0
 Q, LONG = 2.0, 3.0  # the longest query and key: no score exceeds 6
@@ -96,7 +97,8 @@ def test_no_later_row_loses_more_than_eps_where_keys_are_carried(kind: str) -> N
         part = gate.slice(now.start, now.stop)
         if start:
             kept, all_of_it = (
-                attend_carried(q[:, :, now], k[:, now], v[:, now], part, one, None, None)[1] for one in (pool, whole)
+                attend_carried(q[:, :, now], k[:, now], v[:, now], part, one, None, NOTHING_ASKED)[1]
+                for one in (pool, whole)
             )
             lost.append(-torch.expm1(kept - all_of_it))
         for one in (pool, whole):

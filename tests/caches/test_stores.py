@@ -20,6 +20,7 @@ from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import State
+from attnzoo.forms.options import NOTHING_ASKED
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
 from attnzoo.testing.cases import Inputs, relative_error
@@ -238,5 +239,5 @@ def test_groups_of_pages_take_tokens_by_their_kernels_alone() -> None:
     sizes = PoolSizes(1, 1, 1, 16, 16)
     pool, x = GroupedPool.empty(sizes, dtype=torch.float32), torch.zeros(1, 2, 1, 16)
     with pytest.raises(NotImplementedError, match="add: expected a pool whose pages stand alone"):
-        pool.extend(x.transpose(1, 2), x, x, Gate(log_decay=torch.zeros(1, 2, 1)), None, None)
+        pool.extend(x.transpose(1, 2), x, x, Gate(log_decay=torch.zeros(1, 2, 1)), None, NOTHING_ASKED)
     assert pool.lengths == [0]

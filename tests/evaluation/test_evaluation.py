@@ -23,6 +23,7 @@ from attnzoo.evaluation import (
     token_losses,
 )
 from attnzoo.evaluation.gates import _shown_length
+from attnzoo.forms.options import NOTHING_ASKED
 from attnzoo.models import LanguageModel
 from attnzoo.samples import random_inputs
 
@@ -126,7 +127,7 @@ def test_cut_keys_weigh_at_most_eps_and_the_share_counts_them(regime: str) -> No
     q, k, _, gate = random_inputs("fox", B=1, T=64, H=4, G=2, regime=regime)  # type: ignore[arg-type]
     s, d = oracle.scores(q, k, gate)
     weights = (s + d).softmax(-1)[0].numpy()
-    maps = prune_maps(q, k, gate, None, eps, block)
+    maps = prune_maps(q, k, gate, NOTHING_ASKED, eps, block)
     assert set(maps) == {"tail", "paper"}
     for bound in maps.values():
         kept = np.zeros(4)

@@ -19,6 +19,7 @@ import attnzoo.forgetting.target as forgetting_goal
 from attnzoo import get, list_variants, oracle
 from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.rules import Forgetting
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.samples import random_inputs
 from attnzoo.testing.cases import assert_close
 
@@ -100,7 +101,7 @@ def by_panels(name, inputs, retention, options, tau, *, sink=None, **call):
     variant = get(name)
     given = {**call, **({} if sink is None else {"sink": sink})}
     teacher, lse = variant.forms["parallel"](q, k, v, gate, return_lse=True, **given)
-    logits = panels.Logits(variant.form_set, q, k, gate, **call)
+    logits = panels.Logits(variant.form_set, q, k, gate, SoftmaxOptions(**call))
     found = forms.forgetful_attention(
         logits, v, lse, retention, options, tau, teacher=teacher.detach(), sink=sink, losses=True
     )

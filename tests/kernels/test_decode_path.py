@@ -132,7 +132,7 @@ def plain(case: Case, x: Inputs, pool: CarriedPool) -> Tensor:
     if case.count:
         there = torch.arange(case.T) >= case.T - torch.tensor(case.count)[:, None]
         there = there.to(q.device)
-    o, lse = attend_carried(scaled, k, v, gate, pool, there, x.options.window)
+    o, lse = attend_carried(scaled, k, v, gate, pool, there, SoftmaxOptions(window=x.options.window))
     pool.add(k, v, gate, there)
     return attend_with_sink(o, lse, x.options.sink)[0].transpose(1, 2).to(v.dtype)
 

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads, is_closed
-from attnzoo.algebra.transitions import HeadGate, Identity, Transition, block_decay, compute_dtype, heads_first
+from attnzoo.algebra.transitions import (
+    HeadGate,
+    Identity,
+    Transition,
+    block_decay,
+    compute_dtype,
+    heads_first,
+    scaled_queries,
+)
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
 from attnzoo.forms.caches.state import KVCache
-from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.options import READS_LESS, SoftmaxOptions
 from attnzoo.forms.protocol import Call
-from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
+from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit, logits_of
 from attnzoo.kernels.common.untraced import untraced
 
 
@@ -72,7 +80,7 @@ class KeyMemory(Memory):
             return self._block(call)
         v, gate, given = call.v, call.gate, SoftmaxOptions(**call.options)
         q, k, phase = self._placed(call)
-        (B, _, H, K), S = q.shape, self.k.shape[-1]
+        B, S = q.shape[0], self.k.shape[-1]
         rows, now = torch.arange(B, device=q.device), self.rows.length
         if self.phase is not None:
             self.phase.copy_(phase)
@@ -82,9 +90,8 @@ class KeyMemory(Memory):
         self.k[rows, :, :, now] = k[:, 0].to(self.k.dtype)
         self.v[rows, :, now] = v[:, 0]
         dtype = compute_dtype(q)
-        scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)  # [B, H, 1, K]
-        grouped = scaled.unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)  # [B, G, H / G, K]
-        logits = (grouped @ self.k.to(dtype)).flatten(1, 2)  # [B, H, S]
+        grouped = scaled_queries(q, given.scale).unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)  # [B, G, H / G, K]
+        logits = logits_of((grouped @ self.k.to(dtype)).flatten(1, 2), given)  # [B, H, S]
         if self.decay is not None and gate.log_decay is not None:
             g = gate.per_token(q).log_decay[:, 0, :, None].double()  # type: ignore[index]  # [B, H, 1]
             self.decay.add_(g.masked_fill(is_closed(g), -torch.inf))
@@ -109,12 +116,12 @@ class KeyMemory(Memory):
     def _block(self, call: Call) -> Tensor:
         """The output of several tokens, which changes nothing."""
         given, (q, k, _), dtype = SoftmaxOptions(**call.options), self._placed(call), compute_dtype(call.q)
-        (_, T, H, K), (_, G, _, S), now = q.shape, self.k.shape, self.rows.length[:, None, None]
+        (_, T, H, _), (_, G, _, S), now = q.shape, self.k.shape, self.rows.length[:, None, None]
         gate = HeadGate.of(call.gate, q)
-        scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
-        block = self._transition().block(scaled, heads_first(k, H, dtype), replace(gate, log_decay=None))
-        old = (block.q.unflatten(1, (G, -1)).flatten(2, 3) @ self.k.to(dtype)).view(-1, H, T, S)
-        own = block.scores
+        scaled, keys = scaled_queries(q, given.scale), heads_first(k, H, dtype)
+        block = self._transition().block(scaled, keys, replace(gate, log_decay=None))
+        old = logits_of((block.q.unflatten(1, (G, -1)).flatten(2, 3) @ self.k.to(dtype)).view(-1, H, T, S), given)
+        own = logits_of(block.scores, given)
         if self.decay is not None and gate.log_decay is not None:
             inside = block_decay(gate.log_decay)
             old = (old + (self.decay[:, :, None] + inside.entry[..., None])).clamp(min=least_logit(dtype)).to(dtype)
@@ -237,8 +244,8 @@ class CarriedMemory(Memory):
         if self.gates is not None and gate.log_decay is not None:
             self.gates[:, -1:] = gate.log_decay
         o = path_step(
-            call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid, given.scale,  # type: ignore[arg-type]
-            log_diag=gate.log_diag, window=given.window, sink=given.sink,
+            call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid,  # type: ignore[arg-type]
+            log_diag=gate.log_diag, **given.of_kernels(*READS_LESS),
         )  # fmt: skip
         for name, x in new.items():
             if x is not None:

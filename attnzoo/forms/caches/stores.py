@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import Transition, compute_dtype, scaled_queries
 from attnzoo.algebra.values import records
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.inplace_keys import KeyMemory
@@ -88,10 +88,10 @@ class _Pages:
     def extend(self, forms: Keeper, call: Call, given: SoftmaxOptions) -> tuple[Attended | None, PagedCache]:
         state, found = cast(PagedCache, call.state), None
         q, k, v, gate, seen = _ready(forms, call, given)
-        scaled = heads_first(q, q.shape[2], compute_dtype(q)) * _scale(q, given)
+        scaled = scaled_queries(q, given.scale)
         state.look(scaled, k, given.valid)
         if state.stores:
-            found = state.pool.extend(scaled, k, v, gate, given.valid, given.window)
+            found = state.pool.extend(scaled, k, v, gate, given.valid, given)
         else:
             state.pool.add(k, v, gate, given.valid)
         return found, PagedCache.of(state.pool, state.evict, **seen)
@@ -101,7 +101,7 @@ class _Pages:
         state, last = cast(PagedCache, call.state), LastRows.of(given.valid, *call.q.shape[:2])
         q, k, v, gate, seen = _ready(forms, call, given)
         if state.evict is not None and state.evict.offload is not None:
-            state.look(heads_first(q, q.shape[2], compute_dtype(q)) * _scale(q, given), k, given.valid)
+            state.look(scaled_queries(q, given.scale), k, given.valid)
         q, k, v = (last.take(x) for x in (q, k, v))
         state.pool.reserve(last.counts)
         o = last.put(state.pool.step(q, k, v, gate.map(last.take), given, last.count))
@@ -203,10 +203,6 @@ def _sizes(q: Tensor, v: Tensor, G: int) -> PoolSizes:
     """Those of a pool for such tokens, whose keys have G heads."""
     B, _, H, K = q.shape
     return PoolSizes(B, G, H // G, K, v.shape[3])
-
-
-def _scale(q: Tensor, given: SoftmaxOptions) -> float:
-    return q.shape[-1] ** -0.5 if given.scale is None else given.scale
 
 
 def _refuses(form: str, call: Call) -> str:

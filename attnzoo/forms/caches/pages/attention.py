@@ -10,8 +10,8 @@ from torch import Tensor
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.caches.pages.page_table import PAGE, Pages
-from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.readout import least_logit
+from attnzoo.forms.options import READS_LESS, SoftmaxOptions
+from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.kernels.common.options import AttentionOptions
 
 
@@ -19,7 +19,7 @@ def step_options(given: SoftmaxOptions) -> AttentionOptions:
     """Options of the kernels over pages, whose bound of pruning is ``"tail"``: that of the paper never lets more go."""
     prune = None if given.prune is None else Prune(given.prune.eps)
     bound = None if prune is None else given.logit_bound
-    return AttentionOptions(given.scale, prune, given.window, given.sink, None, bound)
+    return AttentionOptions(**given.of_kernels(*READS_LESS), prune=prune, logit_bound=bound)
 
 
 def append_and_attend(
@@ -55,7 +55,9 @@ def first_visible(before: Tensor, g: Tensor, at: Tensor) -> Tensor:
     return closed.transpose(1, 2).maximum(before[..., None].long())
 
 
-def attend_rows(q: Tensor, pool: Pages, at: Tensor, since: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
+def attend_rows(
+    q: Tensor, pool: Pages, at: Tensor, since: Tensor | None, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor]:
     """Attention of the tokens ``at`` over the keys that are there, in plain operations.
 
     Args:
@@ -63,7 +65,7 @@ def attend_rows(q: Tensor, pool: Pages, at: Tensor, since: Tensor | None, window
         pool: with these tokens' keys.
         at: their numbers in their sequences, ``[B, T]``.
         since: the first token that closed gates let each see, ``[B, H, T]``, or None.
-        window: each sees that many tokens, itself among them; None for all.
+        given: options of the call.
 
     Returns:
         ``[B, H, T, V]``, and the log-sum-exps ``[B, H, T]``.
@@ -77,11 +79,11 @@ def attend_rows(q: Tensor, pool: Pages, at: Tensor, since: Tensor | None, window
     index = (n[..., None] * PAGE + torch.arange(PAGE, device=q.device)).flatten(2)  # [B, G, S]
     ids, there = ids.clamp(min=0).long(), (ids >= 0).repeat_interleave(PAGE, -1)
     k, v = (x[ids].flatten(2, 3).to(q.dtype)[:, :, None] for x in (pool.k, pool.v))  # [B, G, 1, S, K]
-    logits = q.unflatten(1, (G, R)) @ k.mT  # [B, G, R, T, S]
+    logits = logits_of(q.unflatten(1, (G, R)) @ k.mT, given)  # [B, G, R, T, S]
     row = at[:, None, :, None]  # [B, 1, T, 1]
     hidden = (index[:, :, None] > row) | ~there[:, :, None]  # [B, G, T, S]
-    if window is not None:
-        hidden = hidden | (index[:, :, None] <= row - window)
+    if given.window is not None:
+        hidden = hidden | (index[:, :, None] <= row - given.window)
     hidden = hidden[:, :, None]
     if pool.decay is not None:
         within = pool.decay[ids].permute(0, 1, 4, 2, 3)  # [B, G, R, L, PAGE]

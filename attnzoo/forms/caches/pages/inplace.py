@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import QueryBounds
-from attnzoo.algebra.transitions import compute_dtype, heads_first
+from attnzoo.algebra.transitions import scaled_queries
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory
 from attnzoo.forms.caches.pages.attention import step_options
@@ -86,7 +86,7 @@ class PagedMemory(Memory):
             self.last = call
         elif self.phase is not None:
             self.phase.copy_(phase)
-        self._look(q, k, given.scale)
+        self._look(q, k, given)
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
         return self.pool.step(q, k, call.v, call.gate.per_token(q), given, self.rows.count(), impl, once)
 
@@ -128,12 +128,11 @@ class PagedMemory(Memory):
             self.phase.copy_(self._placed(replace(call, gate=gate))[2])
         self.pool.keep(call, kept, self.rows.length + kept)
 
-    def _look(self, q: Tensor, k: Tensor, scale: float | None) -> None:
+    def _look(self, q: Tensor, k: Tensor, given: SoftmaxOptions) -> None:
         """Keys that the queries of a step may need come back from the host, before its tokens are added."""
         if self.evict is not None and self.evict.offload is not None:
-            _, _, H, K = q.shape
-            scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
-            self.evict.look(self.pool, scaled, k, (self.rows.active[:, None] != 0).expand(q.shape[:2]))
+            active = (self.rows.active[:, None] != 0).expand(q.shape[:2])
+            self.evict.look(self.pool, scaled_queries(q, given.scale), k, active)
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         one, theirs = self.pool.holding(state), state.evict

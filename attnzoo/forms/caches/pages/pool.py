@@ -67,7 +67,7 @@ class KeyPool(Pages):
 
     @torch.no_grad()
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, given: SoftmaxOptions
     ) -> tuple[Tensor, Tensor]:
         """Add T tokens to every sequence and attend to all that is there, in plain operations.
 
@@ -77,7 +77,7 @@ class KeyPool(Pages):
             v: ``[B, T, G, V]``.
             gate: theirs, per token.
             valid: those that exist, ``[B, T]``, or None for all.
-            window: each sees that many tokens, itself among them; None for all.
+            given: options of the call; of ``valid`` and ``scale`` nothing is read.
 
         Returns:
             Output ``[B, H, T, V]`` without a sink, and the log-sum-exps ``[B, H, T]``.
@@ -92,7 +92,7 @@ class KeyPool(Pages):
         for start in range(0, T, ROWS):
             now = slice(start, start + ROWS)
             visible = None if since is None else since[:, :, now]
-            found.append(attend_rows(q[:, :, now], self, at[:, now], visible, window))
+            found.append(attend_rows(q[:, :, now], self, at[:, now], visible, given))
         o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
         return o, lse
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
+from attnzoo.algebra.transitions import block_decay, heads_first, scaled_queries
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
@@ -28,7 +28,7 @@ from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest
 from attnzoo.forms.caches.pages.present_tokens import in_front
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
-from attnzoo.forms.readout import attend_with_sink, least_logit
+from attnzoo.forms.readout import attend_with_sink, least_logit, logits_of
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode.path_state import NearKeys, PathGroups, PathTokens
 
@@ -155,13 +155,13 @@ class CarriedPool(KeyPool):
 
     @torch.no_grad()
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, given: SoftmaxOptions
     ) -> tuple[Tensor, Tensor]:
         found = []
         for start in range(0, k.shape[1], ROWS):
             now = slice(start, start + ROWS)
             part, there = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
-            found.append(attend_carried(q[:, :, now], k[:, now], v[:, now], part, self, there, window))
+            found.append(attend_carried(q[:, :, now], k[:, now], v[:, now], part, self, there, given))
             self.add(k[:, now], v[:, now], part, there)
         o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
         return o, lse
@@ -174,10 +174,9 @@ class CarriedPool(KeyPool):
         if impl == "triton":
             groups = PathGroups(self.factor, near=NearKeys(self.near_k, self.near_w, self.near_beta))
             return step_pool(self, q, v, path_tokens(k, gate, count), groups, given)
-        (T, H, K), lengths = q.shape[1:], self.lengths
+        T, lengths = q.shape[1], self.lengths
         there = None if count is None else torch.arange(T, device=q.device) >= T - count[:, None]
-        scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale)
-        o, lse = self.extend(scaled, k, v, gate, there, given.window)
+        o, lse = self.extend(scaled_queries(q, given.scale), k, v, gate, there, given)
         self.lengths = lengths
         return attend_with_sink(o, lse, given.sink)[0].transpose(1, 2).to(v.dtype)
 
@@ -279,7 +278,13 @@ def path_tokens(k: Tensor, gate: Gate, count: Tensor | None) -> PathTokens:
 
 
 def attend_carried(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, pool: CarriedPool, valid: Tensor | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    pool: CarriedPool,
+    valid: Tensor | None,
+    given: SoftmaxOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention of C new tokens over the keys in the pool and their own, before they are added.
 
@@ -289,12 +294,12 @@ def attend_carried(
         v: ``[B, C, G, V]``.
         gate: theirs, per token.
         valid: those that exist, ``[B, C]``, or None for all.
-        window: each sees that many tokens, itself among them; None for all.
+        given: options of the call.
 
     Returns:
         ``[B, H, C, V]``, and the log-sum-exps ``[B, H, C]``.
     """
-    (B, H, C, _), G, dtype, device = q.shape, k.shape[2], q.dtype, q.device
+    (B, H, C, _), G, dtype, device, window = q.shape, k.shape[2], q.dtype, q.device, given.window
     R, least = H // G, least_logit(dtype)
     w, beta = (heads_first(cast(Tensor, x), H, dtype) for x in (gate.w, gate.beta))
     block = householder_block(q, heads_first(k, H, dtype), w, beta)
@@ -316,7 +321,8 @@ def attend_carried(
     hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)
     if window is not None:
         hidden = hidden | (index[:, :, None, None] <= at[:, None, None, :, None] - window)
-    old, own = torch.cat([back[..., :0], *scores], -1), block.scores.unflatten(1, (G, R))
+    old = logits_of(torch.cat([back[..., :0], *scores], -1), given)
+    own = logits_of(block.scores.unflatten(1, (G, R)), given)
     if gate.log_decay is not None:
         inside = block_decay(heads_first(gate.log_decay, H, dtype))
         total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
