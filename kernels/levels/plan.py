@@ -1,4 +1,4 @@
-"""Which kernels, tiles and features one call of ``path_attention`` runs on is decided here, and nowhere else."""
+"""The kernels, tiles and features of attention over levels in one call of PaTH or Wall; only ``plan`` decides them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
-from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
+from attnzoo.kernels.common.device import Machine, not_gluon
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
@@ -41,11 +41,6 @@ _TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
 _SHORTENED = _TILES._replace(
     tuned={"hopper": {kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()}}
 )
-# KiB of shared memory per program that the block kernels need in float32, at head dims over 64: by release, and with
-# others at most. In 16 bits all fits 99 KiB with these releases of Triton (``make test-versions``).
-_FLOAT32_BLOCKS, _FLOAT32_MOST = {(3, 7): 160}, 176
-_SMALL, _FITS = 163, ((3, 6), (3, 7), (3, 9))
-_FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
 # Launchers by the name that a plan calls them, all with the same arguments.
 FORWARD = {
     "portable": "attnzoo.kernels.levels.portable.forward:levels_forward",
@@ -108,36 +103,6 @@ def _plan(call: LevelsCall, leveled: bool, machine: Machine, forced: tuple[tuple
         "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
         call.needs_gate_grad and not once, tuple(sizes.items()), why,
     )  # fmt: skip
-
-
-def blocks_in_gluon(K: int, dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether the block level of q and k in this dtype runs on its Gluon kernel."""
-    return dtype == torch.bfloat16 and not not_gluon(machine, K, K, dtype)
-
-
-def block_backward_at_once(dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether one kernel makes all gradients of a block.
-
-    On other GPUs its values do not fit their registers. Nor quite with Triton 3.8 and 3.9, where it was not measured.
-    """
-    return dtype == torch.bfloat16 and machine.hopper and machine.triton < (3, 8)
-
-
-def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
-    """Why the kernels do not fit a GPU's shared memory, or ""."""
-    has = shared_memory(where.capability)
-    this = f"this GPU {where.capability} has {has} KiB of shared memory per program"
-    wide = _FLOAT32_BLOCKS.get(where.triton, _FLOAT32_MOST)
-    if head_dim > 64 and dtype == torch.float32 and has < wide:
-        return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {wide} KiB), {this}"
-    if head_dim <= 64 and dtype == torch.float32 and has < _FLOAT32_3_8 and where.triton == (3, 8):
-        return (
-            f"expected bfloat16 or float16, or another Triton than 3.8 (float32 needs {_FLOAT32_3_8} KiB there), {this}"
-        )
-    if head_dim > 64 and has < _SMALL and where.triton not in _FITS:
-        *fits, got = (f"{major}.{minor}" for major, minor in (*_FITS, where.triton))
-        return f"expected Triton {', '.join(fits)} for head dims over 64, got {got}: {this}"
-    return ""
 
 
 def one_pass_tiles(shortened: bool) -> Tiles:

@@ -29,7 +29,7 @@ from attnzoo.kernels.common.checks import (
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
-from attnzoo.kernels.levels.plan import too_small
+from attnzoo.kernels.path.fits import too_small
 
 from .operands import PathForward, PathOperands
 from .reference import path_reference_lse, prune_starts_reference

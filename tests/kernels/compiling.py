@@ -38,10 +38,10 @@ from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
-from attnzoo.kernels.levels.plan import too_small
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
+from attnzoo.kernels.path.fits import too_small
 from attnzoo.kernels.rotation import api as rotation
 from attnzoo.kernels.wall import api as wall
 

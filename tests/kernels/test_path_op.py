@@ -18,9 +18,9 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import checks
 from attnzoo.kernels.common.device import Machine, machine
 from attnzoo.kernels.common.options import OpOptions
-from attnzoo.kernels.levels import plan
 from attnzoo.kernels.levels.layout import Wanted
 from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.path.fits import too_small
 from attnzoo.kernels.path.operands import PathBackward, PathForward, PathGradients, PathOperands
 from attnzoo.kernels.path.reference import path_reference
 
@@ -364,6 +364,6 @@ def test_compiles_with_inductor() -> None:
 def test_gpus_with_too_little_shared_memory_are_refused(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], release: tuple[int, int], fits: bool
 ) -> None:
-    why = plan.too_small(dtype, head_dim, Machine(capability, release))
+    why = too_small(dtype, head_dim, Machine(capability, release))
     assert (why == "") == fits
     assert fits or "KiB of shared memory" in why

@@ -10,7 +10,8 @@ import torch
 from attnzoo.kernels.common.device import GLUON, Machine
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
-from attnzoo.kernels.levels.plan import LevelsCall, block_backward_at_once, blocks_in_gluon, override, plan
+from attnzoo.kernels.levels.plan import LevelsCall, override, plan
+from attnzoo.kernels.path.fits import block_backward_at_once, blocks_in_gluon
 
 HOPPER, AMPERE = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6))
 CALL = LevelsCall(T=1000, K=64, V=128, dtype=torch.bfloat16, needs_gate_grad=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.levels import layout as tr
-from attnzoo.kernels.levels.plan import blocks_in_gluon
+from attnzoo.kernels.path.fits import blocks_in_gluon
 from attnzoo.kernels.path.portable import blocks, blocks_backward, carry, inverse
 from attnzoo.kernels.path.portable.tree import new_tree, node_gradients
 

@@ -26,7 +26,7 @@ from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
-from attnzoo.kernels.levels.plan import blocks_in_gluon
+from attnzoo.kernels.path.fits import blocks_in_gluon
 
 from .inverse import _mm, _pieces, _unit_lower_inverse, _unit_rows, launch
 from .tree import new_tree

@@ -15,7 +15,7 @@ from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
-from attnzoo.kernels.levels.plan import block_backward_at_once
+from attnzoo.kernels.path.fits import block_backward_at_once
 
 from .blocks import _identity, _zeros_as
 from .inverse import _mm, _mm_pair, _pieces, _power_of_two, launch
