@@ -59,7 +59,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Exports are loaded when they are first used, so that the command line starts without torch."""
+    """An export, imported at its first use, so that the command line starts without torch."""
     if name == "oracle":
         return importlib.import_module("attnzoo.algebra.oracle")
     if name not in __all__:

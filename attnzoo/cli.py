@@ -49,7 +49,7 @@ def list_pairs(presets: bool) -> None:
     from attnzoo.registry import broken_plugins, pairs
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are said below
+        warnings.simplefilter("ignore")  # broken plugins are reported below
         broken = broken_plugins()
     own = [group[0] for group in groups()]
     table = new_table("pair", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
@@ -237,7 +237,7 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
 
     loaded = load_config(path, overrides, schema=CompareConfig)
     check_own(path, overrides)
-    at_a_time = ["--jobs", str(jobs)] if jobs > 1 else []  # no loss depends on it, but the speeds do
+    at_a_time = ["--jobs", str(jobs)] if jobs > 1 else []  # it changes no loss, but the speeds
     command = shlex.join(["attnzoo", "compare", config, *overrides, *at_a_time])
     run_comparison(loaded, console(), command=command, jobs=jobs)
 
@@ -275,17 +275,16 @@ for command in (tokenize, corpus, export, import_, extend, generate, evaluate, b
 
 
 def main() -> NoReturn:
-    """Run the command line: 0 done, 1 a check failed, 2 what was asked for cannot be done, 130 interrupted, 141 whoever
-    read the output has gone.
+    """Run the command line and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted, 141 closed output.
 
-    A mistake in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
+    An error in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
     """
     _ready_streams()
     stream = sys.stdout
     try:
         sys.exit(app(standalone_mode=False, prog_name="attnzoo") or 0)
     except SystemExit:
-        if sys.stdout is not stream:  # click has put one in its place that can be flushed: the reader has gone
+        if sys.stdout is not stream:  # click has replaced the stream, as its reader has closed it
             sys.exit(128 + signal.SIGPIPE)
         raise
     except click.exceptions.NoArgsIsHelpError as error:
@@ -295,12 +294,12 @@ def main() -> NoReturn:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, EOFError):  # click takes it for an answer that nobody gave; this program asks nothing
+        if isinstance(cause, EOFError):  # click raises Abort for EOFError, as if at a prompt; this program has none
             raise cause from None
         _fail(str(cause) or "interrupted", 130)
     except Exception as error:
         if isinstance(error.__context__, KeyboardInterrupt) and isinstance(error, OSError):
-            sys.exit(130)  # click could not tell a reader who has gone
+            sys.exit(130)  # click cannot write to a closed pipe
         if os.environ.get("ATTNZOO_TRACEBACK"):
             raise
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -320,12 +319,12 @@ def main() -> NoReturn:
 
 
 def _ready_streams() -> None:
-    """Streams that are closed lead nowhere, and what standard output cannot encode becomes a question mark."""
+    """Redirect closed streams to /dev/null, and print characters that the terminal cannot encode as question marks."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # else the next file opened would be taken for standard output
+            os.open(os.devnull, os.O_RDWR)  # else the next opened file would get its descriptor
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -335,7 +334,7 @@ def _ready_streams() -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     line = " ".join(message.split())
-    with suppress(OSError):  # whoever reads may have gone
+    with suppress(OSError):  # the reader may have closed the pipe
         if "RANK" in os.environ:
             from attnzoo.training.launch import tell_launcher
 

@@ -1,7 +1,7 @@
-"""What would run here, and why nothing faster: ``attnzoo doctor``.
+"""The forms and kernels that every variant would run on here, with reasons why none is faster: ``attnzoo doctor``.
 
-No table says it: each variant's layer is called, and what it asks of its core is put, on tensors of the GPU that hold
-nothing, to the functions that choose the form and the kernels.
+Each variant's layer is called, and the call that reaches its core is passed, on empty GPU tensors, to the functions
+that choose form and kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from attnzoo.registry import Variant, get, list_variants
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")
-Situation = tuple[str, str, str, tuple[str, ...]]  # when, form, kernels, why nothing faster
-# Variables that make a GPU slow where they are set, and what they do.
+Situation = tuple[str, str, str, tuple[str, ...]]  # when, form, kernels, reasons why none is faster
+# Environment variables that slow a GPU down -> their effect.
 SETTINGS = {
     "TRITON_INTERPRET": "kernels run in Triton's interpreter, which is for tests",
     "CUDA_LAUNCH_BLOCKING": "Python waits for every kernel",
@@ -41,20 +41,20 @@ SETTINGS = {
     "ATTNZOO_FLA_TUNING": "flash-linear-attention measures all tiles that it knows, which takes minutes",
     "TRITON_ALWAYS_COMPILE": "Triton compiles every kernel again in each process",
 }
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the GPUs that a process may see
-NOTHING = "nothing"  # in the place of a form
-_HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # lists of a process's visible GPUs
+NOTHING = "nothing"  # stands for a missing form
+_HEADS, _TOKENS = 2, 320  # enough tokens for the kernels of long sequences
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one variant's layer runs on in one situation.
+    """The form and kernels of one variant's layer in one situation.
 
     Attributes:
         when: one of ``WHEN``, or "always" where there is no such layer.
         form: "triton", "fla" or "reference"; "nothing" where there is no such layer, or none of its forms serves it.
-        kernels: of the triton form, which.
-        why: why nothing faster, one reason each.
+        kernels: the kernels of the triton form.
+        why: reasons why none is faster.
     """
 
     variant: str
@@ -66,11 +66,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A machine, its versions, and what each variant would run on.
+    """A report on the machine, its versions, and the forms of each variant.
 
     Attributes:
-        gpus: or why there are none.
-        slow: what makes this setup slow besides, with its remedy.
+        gpus: the GPUs, or the reason why there are none.
+        slow: other causes of slowness in this setup, with remedies.
     """
 
     system: str
@@ -84,7 +84,7 @@ class Report:
         return asdict(self)
 
     def text(self) -> str:
-        """Markdown: what a table says in many places is a note below it."""
+        """The report in Markdown; reasons that occur often are notes below the table."""
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus)]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
@@ -106,7 +106,7 @@ class Report:
 
 
 class _Asked(BaseException):
-    """Carries out of a layer what it asks of its core."""
+    """An exception that carries a call of the core out of a layer."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -114,7 +114,7 @@ class _Asked(BaseException):
 
 @dataclass(frozen=True)
 class _Listener:
-    """In a variant's place: who asks whether a form serves a call gets no further."""
+    """A replacement of a layer's variant that raises :class:`_Asked` when a form is chosen."""
 
     variant: Variant
 
@@ -126,7 +126,7 @@ class _Listener:
 
 
 def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
-    """What every variant's layer would run on here, with its defaults."""
+    """The report for this machine, with every variant's default layer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [row for name in list_variants() for row in _rows(name, head_dim, dtype, device)]
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [_no_gpu()]
@@ -156,7 +156,7 @@ def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _asked(attn: Attention, when: str, dtype: torch.dtype) -> Call:
-    """What the layer asks of its core."""
+    """The call of a layer's core."""
     tokens = 1 if when == "cached step" else _TOKENS
     x = torch.zeros(1, tokens, attn.config.hidden_size, dtype=dtype)
     mask = borders = cache = None
@@ -174,13 +174,13 @@ def _asked(attn: Attention, when: str, dtype: torch.dtype) -> Call:
 
 
 def _state(attn: Attention, dtype: torch.dtype) -> Any:
-    """Of as many tokens as the other situations have."""
+    """A state after as many tokens as the other situations have."""
     call = _asked(attn, "cached", dtype)
     return attn.variant.form_set.extend(call.q, call.k, call.v, call.gate, **call.options)[1]
 
 
 def _moved(call: Call, device: torch.device) -> Call:
-    """The call on tensors of a device that hold nothing."""
+    """The call with empty tensors on a device."""
     with FakeTensorMode():
 
         def moved(x: Any) -> Any:
@@ -196,7 +196,7 @@ def _moved(call: Call, device: torch.device) -> Call:
 def _row(variant: Variant, when: str, call: Call) -> Row:
     try:
         form = choose(variant, "auto", call)
-    except UnavailableError:  # a third party's forms may not take padding, say
+    except UnavailableError:  # third-party forms may refuse padding, for example
         form = NOTHING
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
     offered = [name for name in expected(variant, call) if name in faster]
@@ -214,7 +214,7 @@ def _row(variant: Variant, when: str, call: Call) -> Row:
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], tuple[Situation, ...]]]:
-    """Variants that run on the same in every situation, and these."""
+    """Groups of variants with the same rows in all situations, and the situations."""
     found: dict[tuple[Situation, ...], list[str]] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         mine = [row for row in rows if row.variant == name]
@@ -254,7 +254,7 @@ def _slow() -> Iterator[str]:
 def _version(package: str) -> str:
     if package == "triton" and installed_triton():
         return installed_triton()
-    if package == "flash-linear-attention" and fla.VERSION:  # its kernels alone are a package of another name
+    if package == "flash-linear-attention" and fla.VERSION:  # its kernels may be installed alone, as fla-core
         return fla.VERSION
     try:
         return version(package)

@@ -16,14 +16,14 @@ LABEL = 12  # columns before the text
 
 
 def describe(name: str, *, ascii_only: bool = False) -> str:
-    """A variant and its dual as text of 80 columns: the equations of both sides (a module's ``EQUATIONS``, or the
-    general ones with the pair's g and R), the gate, the layer's defaults, the forms, the sources, and the page that
-    derives it all.
+    """A variant and its dual as text of 80 columns.
+
+    It has the equations of both sides (a module's ``EQUATIONS``, or the general ones with the pair's g and R), the
+    gate, the layer's defaults, the forms, the sources, and the page with the derivation.
 
     Args:
         name: any of ``list_variants()``.
-        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``, line by line, and the longest
-            are then wider.
+        ascii_only: whether to use ASCII characters alone: ``gⱼ₊₁`` becomes ``g_{j+1}``, which may exceed 80 columns.
 
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.
@@ -58,7 +58,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
 
 
 def page_of(pair: Pair) -> str:
-    """The page below ``docs`` that derives a pair, or "" for one that is not ours."""
+    """The page below ``docs`` that derives a pair, or "" for a third party's pair."""
     if pair in PAIRS:
         return f"derivations/{pair.softmax}.md"
     return "derivations/products.md" if pair in PRODUCTS else ""
@@ -83,7 +83,7 @@ def in_ascii(text: str) -> str:
 
 
 def _in_unicode(text: str) -> str:
-    """The symbols of a pair's R as the modules' equations write them."""
+    """The symbols of a pair's R in Unicode, as in the modules' equations."""
     for plain, symbol in (("_t", "ₜ"), ("^T", "ᵀ"), ("beta", "β"), ("theta", "θ"), (" - ", " − ")):
         text = text.replace(plain, symbol)
     return text
@@ -94,7 +94,7 @@ def _full(variant: Variant) -> str:
 
 
 def _row(label: str, texts: Iterable[str]) -> list[str]:
-    """Texts under each other beside a label, each wrapped with a hanging indent."""
+    """The lines of texts beside a label, each wrapped with a hanging indent."""
     lines = [
         line
         for text in texts
@@ -104,20 +104,20 @@ def _row(label: str, texts: Iterable[str]) -> list[str]:
 
 
 def equations_of(variant: Variant) -> Sequence[str]:
-    """The lines of a module's ``EQUATIONS``, or those made of its pair's g and R."""
+    """The lines of a module's ``EQUATIONS``, or of the general equations with its pair's g and R."""
     given = getattr(variant.module, "EQUATIONS", None) or _general(variant)
     return given.splitlines() if isinstance(given, str) else given
 
 
 def _equations(lines: Sequence[str]) -> list[str]:
-    """The same with their signs of equality under each other."""
+    """The lines with their equality signs aligned."""
     rows = [line.partition("=") for line in lines]
     width = max((len(left.strip()) for left, sign, _ in rows if sign), default=0)
     return [f"{left.strip():{width}} = {right.strip()}" if sign else left for left, sign, right in rows]
 
 
 def _general(variant: Variant) -> Sequence[str]:
-    """The equations of any pair; its g has a line where it is more than a symbol."""
+    """The general equations with the pair's g and R; g has its own line unless it is a symbol."""
     pair, decays = variant.pair, "log_decay" in variant.requires
     transition = [f"gₜ = {pair.g}"] if decays and pair.g != "g_t" else []
     transition.append(f"Rₜ = {_in_unicode(pair.R)}")
@@ -134,7 +134,7 @@ def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
     parts = [(PARTS[name].symbol, name, PARTS[name].shown, PARTS[name].values) for name in pair.requires]
     rows = [tuple(map(write, row)) for row in parts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if sum(widths) + 6 > WIDTH - LABEL - 2:  # values right after the shapes, where a column of them is too wide
+    if sum(widths) + 6 > WIDTH - LABEL - 2:  # too wide for a column of values: put them right after the shapes
         widths[2:] = [0, 0]
     for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))

@@ -1,12 +1,12 @@
-"""Errors that name what exists and what was probably meant."""
+"""Errors that list the valid choices and the nearest one, and checks of fields."""
 
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-FLOAT32 = (1.2e-38, 3.4e38)  # sizes of numbers that keep their precision in float32
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by annotation: in words, and whether a value is one
+FLOAT32 = (1.2e-38, 3.4e38)  # least and largest normal numbers of float32
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # annotation -> its name in words, and a test of a value
     "bool": ("True or False", lambda x: isinstance(x, bool)),
     "int": ("a whole number below 2^31", lambda x: isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**31),
     "float": (
@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by annotation: in wor
 
 
 def _is_number(x: object) -> bool:
-    whole = isinstance(x, int) and not isinstance(x, bool) and abs(x) <= 2**53  # torch takes no larger ones
+    whole = isinstance(x, int) and not isinstance(x, bool) and abs(x) <= 2**53  # torch takes no larger integers
     return whole or isinstance(x, float)
 
 
@@ -41,11 +41,11 @@ def check_kinds(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> No
 
 
 class UnavailableError(RuntimeError):
-    """What was asked for by name cannot serve here: a device, a kernel or a plugin is not as it needs."""
+    """A form, device or plugin that was asked for by name is not available here."""
 
 
 class UnknownKeyError(ValueError, KeyError):
-    """A mapping lacks what was asked for: a ValueError like every unknown name, and the KeyError of mappings."""
+    """An unknown key of a mapping: a ValueError, like every unknown name, and a KeyError."""
 
     __str__ = ValueError.__str__  # a KeyError would quote the message
 
@@ -63,9 +63,9 @@ def nearest(name: object, options: Iterable[str], cutoff: float = 0.5) -> str | 
 def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:
     """The error for a `name` that is not among `options`; the caller raises it.
 
-    `unknown("variant", "foks", ["fox", "nope"])` reads
-    "unknown variant 'foks': expected one of fox, nope; did you mean 'fox'?". What else is taken, in words, is `other`;
-    what has these options is `of`: "unknown form 'chnk' of 'gla': ...".
+    `unknown("variant", "foks", ["fox", "nope"])` reads "unknown variant 'foks': expected one of fox, nope; did you mean
+    'fox'?". `other` describes further valid values; `of` names the owner of the options: "unknown form 'chnk' of 'gla':
+    ...".
     """
     listed = list(options)
     said = f"unknown {kind} {name!r}{f' of {of}' if of else ''}"
@@ -100,9 +100,10 @@ def finite(config: Any, *names: str) -> None:
 
 
 def several(config: Any, *names: str, of: str = "") -> None:
-    """Raise ValueError unless the fields of ``config`` in ``names`` are tuples or lists: a comma is soon forgotten.
+    """Raise ValueError unless the fields of ``config`` in ``names`` are tuples or lists, as a comma is easily
+    forgotten.
 
-    What ``config`` is may be said by ``of``.
+    ``of`` describes ``config`` in the message.
     """
     for name in names:
         value = getattr(config, name)

@@ -1,4 +1,4 @@
-"""Files that are whole or as they were before, and what tells whether one has changed."""
+"""Atomic writing of files and folders, and digests of files."""
 
 import errno
 import fcntl
@@ -18,17 +18,17 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 PART = ".part"
-MARK = "made-by-attnzoo"  # in each folder that is made to be removed again
+MARK = "made-by-attnzoo"  # marks folders that this module may remove
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, flush it to the disk and rename it, so that no reader meets a part of it.
+    """Write a file atomically: into a temporary folder beside it, flushed to the disk, and renamed.
 
-    Of several that write it at once, each waits for the one before it.
+    Concurrent writers wait for each other.
 
     Raises:
-        FileExistsError: what stands beside it under the name of the folder that it is made in is somebody else's.
-        OSError: it cannot be written; what was there before stays, and nothing is left beside it.
+        FileExistsError: the temporary folder's name is taken by something that attnzoo did not make.
+        OSError: it cannot be written; the old file stays, and no temporary folder is left.
     """
     with _scratch(part_of(path), wait=True) as scratch:
         try:
@@ -44,14 +44,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill beside its place; when all went well it is flushed to the disk and renamed to `folder`.
+    """A context with a temporary folder to fill, which is flushed to the disk and renamed to `folder` on success.
 
-    Where `folder` is a link, the folder appears where that leads.
+    Where `folder` is a link, the link's target is replaced.
 
     Raises:
-        FileExistsError: there is something in `folder`, another process is filling it, or what stands beside it under
-            the name of the folder that it is made in is somebody else's.
-        OSError: it cannot be made; nothing is left.
+        FileExistsError: `folder` is not empty, another process is filling it, or the temporary folder's name is taken
+            by something that attnzoo did not make.
+        OSError: it cannot be made; no temporary folder is left.
     """
     check_free(folder)
     folder = folder.resolve() if folder.is_symlink() else folder
@@ -69,19 +69,19 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file or a folder is made that then takes its place: beside it."""
+    """The path, beside a file or folder, of the temporary folder in which it is made."""
     return path.with_name(f".{path.name}{PART}")
 
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder inside `folder`, which nobody else has meanwhile and which is gone afterwards.
+    """A context with an empty folder inside `folder` for this process alone; both are removed afterwards.
 
-    What a kill leaves goes when it is asked for again. Nothing goes that was not made here: `folder` is known by the
-    file `made-by-attnzoo` in it, and no link is followed. The folder inside may be renamed away.
+    Leftovers of a killed process are removed at the next use. Only a `folder` with the file `made-by-attnzoo` in it is
+    removed, and no link is followed. The folder inside may be renamed away.
 
     Raises:
-        FileExistsError: another process has it, or `folder` was not made here.
+        FileExistsError: another process uses it, or `folder` lacks the mark.
         OSError: it cannot be made.
     """
     with _scratch(folder, wait=False):
@@ -91,13 +91,13 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def scratch_content(folder: Path) -> Path:
-    """What :func:`scratch_folder` of `folder` gives."""
+    """The path of the folder that :func:`scratch_folder` of `folder` yields."""
     return folder / folder.name.removeprefix(".").removesuffix(PART)
 
 
 @contextmanager
 def _scratch(folder: Path, *, wait: bool) -> Iterator[Path]:
-    """`folder`, made here and empty but for the mark, whose lock says that it is in use."""
+    """A context with `folder`, new and empty but for the mark, whose lock shows that it is in use."""
     made, lock = _marked(folder, wait)
     try:
         _empty(made)
@@ -105,14 +105,14 @@ def _scratch(folder: Path, *, wait: bool) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             _empty(made)
-            os.unlink(MARK, dir_fd=made)  # last, as without it the rest would be somebody else's
+            os.unlink(MARK, dir_fd=made)  # the mark goes last, as without it the folder could not be removed later
             os.rmdir(folder)
         os.close(lock)
         os.close(made)
 
 
 def _marked(folder: Path, wait: bool) -> tuple[int, int]:
-    """Descriptors of a folder that is made, or was made here before, and of its mark, which is locked."""
+    """Descriptors of a marked folder, made if it does not exist, and of its locked mark."""
     taken = f"expected no {str(folder)!r}, where files are made before they take their place; attnzoo has not made "
     taken += "what is there and leaves it alone: rename it"
     while True:
@@ -132,7 +132,7 @@ def _marked(folder: Path, wait: bool) -> tuple[int, int]:
                     raise FileExistsError(taken)
                 lock = os.open(MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=made)
                 stack.callback(os.close, lock)
-            except FileNotFoundError:  # who had it has just removed it
+            except FileNotFoundError:  # another process has just removed it
                 continue
             except OSError as error:
                 if error.errno not in (errno.ENOTDIR, errno.ELOOP):
@@ -163,23 +163,23 @@ def _empty(folder: int) -> None:
 
 
 def _name(error: BaseException, path: Path) -> None:
-    """Give an error the path where the system named none, as for a full disk."""
+    """Add the path to an error that names none, as for a full disk."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that holds something.
+    """Raise where a folder is not empty.
 
     Raises:
-        FileExistsError: there is something in `folder`.
+        FileExistsError: `folder` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"expected a folder that is empty or does not exist, got {str(folder)!r}")
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, outlast a power cut."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,16 +188,16 @@ def sync(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """The The The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_json(content: str | bytes) -> Any:
-    """What JSON holds.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, or its parts lie in one another too deeply to be read.
+        ValueError: invalid JSON, or JSON that is nested too deeply.
     """
     try:
         return json.loads(content)
@@ -209,7 +209,7 @@ def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
     """The keys and values of a JSON file.
 
     Raises:
-        ValueError: it holds anything else; ``name`` says which file.
+        ValueError: other content; the message has ``name``, the file's name.
     """
     try:
         found = parse_json(content)
@@ -221,17 +221,17 @@ def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
 
 
 def damaged_name(path: Path, prefix: str = "damaged-") -> Path:
-    """Where a damaged file or folder is kept: a prefix and its name beside it, with a number when that is taken."""
+    """A free path beside a damaged file or folder for keeping it: a prefix, its name, and a number if needed."""
     first = f"{prefix}{path.name}"
     names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
     return next(target for target in map(path.with_name, names) if not os.path.lexists(target))
 
 
 def remembered_digest(path: Path) -> str:
-    """`digest` of a large file that seldom changes: read again when its size, its times or its place have changed.
+    """The `digest` of a large file, which is read again only when its size, times or path have changed.
 
-    What was read is remembered in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`),
-    as long as the file is there; where that cannot be written, the file is read every time.
+    Digests are cached in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`) while
+    their files exist; where that cannot be written, the file is read every time.
     """
     status = path.stat()
     now = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -256,19 +256,19 @@ def remembered_digest(path: Path) -> str:
 
 
 def _seal(status: list[object], found: str) -> str:
-    """Of a file's status and its digest, so that neither changes in the cache unnoticed."""
+    """A checksum of a file's status and digest, by which changes of the cache are noticed."""
     return hashlib.sha256(json.dumps([status, found]).encode()).hexdigest()
 
 
 def check_folder(folder: Path, name: str = "output_dir") -> None:
-    """Refuse a folder that nothing could be written to, before anything is computed; makes nothing.
+    """Raise where a folder could not be written to; nothing is made.
 
     Args:
-        folder: that need not be there yet.
-        name: of the setting or option.
+        folder: the folder, which need not exist yet.
+        name: name of the setting or option.
 
     Raises:
-        NotADirectoryError, PermissionError: what is there already is no folder, or may not be written to.
+        NotADirectoryError, PermissionError: an existing part of the path is no folder, or not writable.
         OSError: a name in it is too long.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -282,21 +282,22 @@ def check_folder(folder: Path, name: str = "output_dir") -> None:
 
 
 def python_file(name: str) -> str:
-    """What is expected in place of a name that is no such file, in words; where it is meant as one, why not."""
+    """The end of an error about a name that is no Python file: what is expected, or why a path ending in .py is
+    none."""
     return "a Python file" + (", of which there is none of that path from here" if name.endswith(".py") else "")
 
 
 def given_by(path: Path, name: str) -> Any:
-    """What a Python file, which is run, calls `name`; None where it has nothing of that name.
+    """The value of the variable `name` after running a Python file; None where it defines none.
 
     Raises:
-        ValueError: the file fails; the error says at which of its lines.
+        ValueError: the file raises; the message has the line.
     """
     spec = importlib.util.spec_from_file_location(f"attnzoo_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for what its annotations mean
+    sys.modules[spec.name] = module  # dataclasses resolve annotations in sys.modules
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Exports of a package that are loaded when they are first used."""
+"""Lazy exports of a package, imported at their first use."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of ``package``: ``homes`` names the module of each export, relative to the package.
 
-    Configurations and the command line thus start without torch. Asked for another name it raises AttributeError.
+    Configurations and the command line thus start without torch. It raises AttributeError for other names.
     """
 
     def get(name: str) -> Any:

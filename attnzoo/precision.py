@@ -1,4 +1,4 @@
-"""Numbers of a layer that are never rounded to 16 bits: angles, slopes, decays, step sizes, biases of gates.
+"""Parameters that are never rounded to 16 bits: angles, slopes, decays, step sizes, biases of gates.
 
 An angle is multiplied by the position, and a log-decay by the distance: the rounding of either grows with the text.
 """
@@ -34,7 +34,7 @@ class PreciseModule(nn.Module):
 
     @property
     def precise(self) -> tuple[str, ...]:
-        """Names of its tensors that are never rounded."""
+        """The names of its tensors that are never rounded."""
         return tuple(self._least)
 
     def keep(
@@ -49,11 +49,11 @@ class PreciseModule(nn.Module):
         """Register ``value`` as a parameter (without weight decay) or as a buffer.
 
         Args:
-            name: of the attribute.
-            value: its values; :func:`fill` restores them in ``reset_parameters``.
-            trainable: a parameter instead of a buffer.
+            name: name of the attribute.
+            value: initial values; :func:`fill` restores them in ``reset_parameters``.
+            trainable: whether it is a parameter, not a buffer.
             persistent: whether a buffer is part of the ``state_dict``.
-            least: the dtype below which it never goes.
+            least: the narrowest dtype that it may have.
         """
         value = value.to(torch.promote_types(torch.get_default_dtype(), least))
         self._least[name] = least
@@ -78,7 +78,7 @@ class PreciseModule(nn.Module):
         return super()._apply(at_least, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """With ``assign=True`` a module takes the very tensors of a checkpoint: those it keeps, in no fewer bits."""
+        """Load the weights; with ``assign=True`` widen the checkpoint's tensors that are kept precise."""
         for name, least in self._least.items():
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and torch.promote_types(given.dtype, least) != given.dtype:
@@ -90,16 +90,16 @@ class PreciseModule(nn.Module):
 class GateAffine(PreciseModule):
     """A linear map inside a gate, whose bias stays in at least float32.
 
-    It is no ``nn.Linear``: scripts that initialise all of these anew do not find it, and gates start as papers say.
+    It is no ``nn.Linear``, so that scripts which reinitialise those leave the gates' initial values alone.
 
     Args:
-        inputs: channels of x.
-        outputs: logits.
-        bias: where each bias starts; None for a map without.
-        std: of the weights at the start, which are normal; None for uniform ones, as ``nn.Linear`` has them.
+        inputs: number of channels of x.
+        outputs: number of logits.
+        bias: initial biases; None for a map without a bias.
+        std: standard deviation of normal initial weights; None for the uniform ones of ``nn.Linear``.
     """
 
-    bias: Tensor  # or None, as of nn.Linear
+    bias: Tensor  # or None, as in nn.Linear
 
     def __init__(self, inputs: int, outputs: int, *, bias: float | None = 0.0, std: float | None = 0.02) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class GateAffine(PreciseModule):
             self.keep("bias", plain.bias.detach(), trainable=True)
 
     def reset_parameters(self) -> None:
-        """Weights and biases as at the start."""
+        """Restore the initial distribution of weights and biases."""
         if self.std is None:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         else:
@@ -120,14 +120,14 @@ class GateAffine(PreciseModule):
             nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``W x + b``; with a bias in at least float32: where x has 16 bits, it is added to the product in float32."""
+        """``W x + b``; with a bias in at least float32, added to the product in float32 where x has 16 bits."""
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if self.bias is None or (x.dtype == self.bias.dtype and not autocast):
             return F.linear(x, self.weight, self.bias)
         return self.unbiased(x) + self.bias
 
     def unbiased(self, x: Tensor) -> Tensor:
-        """``W x``."""
+        """``W x``, in the dtype of x."""
         return F.linear(x, self.weight)
 
     def extra_repr(self) -> str:
@@ -139,7 +139,7 @@ LinearMap = nn.Linear | GateAffine
 
 @torch.no_grad()
 def fill(target: Tensor, values: Tensor) -> None:
-    """Write ``values`` into a parameter or buffer on any device; into each process's share of a sharded one."""
+    """Write ``values`` into a parameter or buffer on any device, also a sharded one."""
     if hasattr(target, "device_mesh"):
         from torch.distributed.tensor import DTensor, distribute_tensor
 

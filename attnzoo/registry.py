@@ -1,4 +1,4 @@
-"""The zoo: pairs of a linear recurrence and its softmax dual, and how to get at them."""
+"""The registry: pairs of a linear recurrence and its softmax dual, and look-ups of variants by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
 from attnzoo.pair import Pair, Side, check_pair, check_parts
 
 # fmt: off
-# the pairs that the others are products of
+# the pairs whose products the others are
 PAIRS = (
     Pair("linear_attention", "nope",     (),                           "0",                  "I"),
     Pair("retnet",           "alibi",    ("log_decay",),               "-slope_h",           "I"),
@@ -34,7 +34,7 @@ PAIRS = (
     Pair("deltanet",         "path",     ("w", "beta"),                "0",                  "I - beta_t w_t w_t^T"),
     Pair("gated_deltanet",   "path_fox", ("log_decay", "w", "beta"),   "log sigmoid(w.x+b)", "I - beta_t w_t w_t^T"),
 )
-# the other sets of parts; the last five are made of their parts, without a file
+# the other sets of parts; the last five have no file
 PRODUCTS = (
     Pair("kda",                 "path_wall",            ("log_diag", "w", "beta")),
     Pair("mamba3",              "fox_rope",             ("log_decay", "angle")),
@@ -52,7 +52,7 @@ PRODUCTS = (
 # fmt: on
 BUILT_IN = (*PAIRS, *PRODUCTS)
 OUTSIDE = "none of these pairs: docs/derivations/outside.md says why"
-KNOWN_AS = {  # what others call otherwise, or have beside these pairs
+KNOWN_AS = {  # other names in the literature, and reductions
     "deltaproduct": "'deltanet' with num_householder=2 or more",
     "gated_deltaproduct": "'gated_deltanet' with num_householder=2 or more, the dual of 'path_fox' with as many",
     "selective_rope": "'rope' with gate='selective', and 'fox_rope' or another of its products by default",
@@ -61,8 +61,8 @@ KNOWN_AS = {  # what others call otherwise, or have beside these pairs
     **dict.fromkeys(("rwkv7", "comba", "gated_deltanet2", "gdn2", "log_linear_attention", "nsa", "moba"), OUTSIDE),
 }
 
-_pairs: dict[str, Pair] = {}  # by either name
-_broken: list[str] | None = None  # what installed packages offer in vain, in words; None before they were asked
+_pairs: dict[str, Pair] = {}  # pairs by the name of either side
+_broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Variant:
         paper: source.
         requires: the gate parts it takes, all of them and no others.
         pair: its row of the table.
-        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`. Another
-            name raises a KeyError that is a ValueError, too, and says which there are.
+        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`. An unknown
+            name raises a KeyError that is a ValueError, too, and lists the forms.
         extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
-        module: the module that holds all of this.
-        form_set: the object behind it all, whose :meth:`~attnzoo.forms.protocol.Forms.whole` checks no inputs.
+        module: the module of the forms.
+        form_set: the module's ``FORMS``, whose :meth:`~attnzoo.forms.protocol.Forms.whole` checks no inputs.
         own: whether its forms and their transition are this package's: those take the inputs of a layer unchecked.
     """
 
@@ -97,7 +97,7 @@ class Variant:
     own: bool = field(repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get, (self.name,)  # copies and pickles of a layer hold the name, not the module
+        return get, (self.name,)  # copies and pickles of a layer have the name alone
 
     @property
     def dual(self) -> Variant:
@@ -115,19 +115,19 @@ class Variant:
         return self.form_set.options(form)
 
     def refuses(self, form: str, call: Call) -> str:
-        """Why a form cannot serve a call, or ""."""
+        """The reason why a form cannot serve a call, or ""."""
         return self.form_set.refuses(form, call)
 
     @property
     def transition(self) -> Transition | None:
-        """R_t of its pair, as its linear side has it; None where that names none."""
+        """The transition R_t of its pair's linear forms; None where they have none."""
         linear = self if self.side == "linear" else self.dual
         return getattr(linear.form_set, "transition", None)
 
     @property
     def oracle(self) -> Callable[..., Tensor]:
-        """What its forms must equal in float64, ``(q, k, v, gate, *, scale=None) -> [B, T, H, V]``: the readout of
-        its side over the matrices of :attr:`transition`."""
+        """The float64 reference of its forms, ``(q, k, v, gate, *, scale=None) -> [B, T, H, V]``: its side's readout
+        over the matrices of :attr:`transition`."""
         readout = oracle.linear if self.side == "linear" else oracle.softmax
         return functools.partial(cast(Callable[..., Tensor], readout), transition=self.transition)
 
@@ -137,8 +137,8 @@ class Variant:
 
     @property
     def prunable(self) -> bool:
-        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay, of a transition
-        that makes no vector longer.
+        """Whether Adaptive Computation Pruning can be certified: a softmax with a scalar decay, whose transition makes
+        no vector longer.
         """
         return self.side == "softmax" and "log_decay" in self.requires and not self.expands
 
@@ -150,7 +150,7 @@ class Variant:
 
     @property
     def carries(self) -> bool:
-        """Whether its gate changes keys: it has more than a scalar decay."""
+        """Whether its gate carries keys: it has more than a scalar decay."""
         return any(PARTS[part].carries for part in self.requires)
 
 
@@ -174,7 +174,7 @@ def register(pair: Pair) -> None:
 
 
 def unregister(pair: Pair) -> None:
-    """Take a pair out again.
+    """Remove a pair.
 
     Raises:
         TypeError: not a :class:`Pair`.
@@ -264,7 +264,7 @@ def _is_own(forms: FormSet) -> bool:
 
 
 def _module(pair: Pair, side: Side) -> ModuleType:
-    """What holds one side of a pair: the module that is named, its file, or one made of its parts."""
+    """The module of one side of a pair: the named one, the file of its name, or one made from its parts."""
     name, given = getattr(pair, side), getattr(pair, f"{side}_module")
     home = f"attnzoo.{'recurrences' if side == 'linear' else 'encodings'}"
     if pair in BUILT_IN and importlib.util.find_spec(f"{home}.{name}") is not None:
@@ -288,7 +288,7 @@ def _module(pair: Pair, side: Side) -> ModuleType:
 
 
 def pair_for(parts: Collection[str]) -> Pair:
-    """The pair whose gate has these parts and no others; where two have, that whose decay comes from the input.
+    """The pair whose gate has exactly these parts; of two such pairs the one whose decay depends on the input.
 
     Args:
         parts: any set of those of :class:`attnzoo.Gate`, ``w`` and ``beta`` together.
@@ -305,7 +305,7 @@ def pair_for(parts: Collection[str]) -> Pair:
 
 
 def _first_of(parts: Collection[str]) -> Pair | None:
-    """The pair that :func:`pair_for` gives; None where no pair has these parts."""
+    """The pair of :func:`pair_for`, or None where no pair has these parts."""
     found = [pair for pair in pairs() if set(pair.requires) == set(parts)]
     return next((pair for pair in found if not pair.g.startswith("-")), found[0] if found else None)
 
@@ -322,7 +322,7 @@ def dual(name: str) -> Variant:
 def broken_plugins() -> list[str]:
     """The entry points of the group ``attnzoo.variants`` that could not be used, each with its error.
 
-    The others' pairs are registered; the first call also says what is broken, as a RuntimeWarning.
+    Pairs of working entry points are registered; the first call also warns of broken ones (RuntimeWarning).
     """
     global _broken
     if _broken is None:

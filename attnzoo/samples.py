@@ -31,7 +31,7 @@ def random_gate(
 
     Args:
         name: any of ``list_variants()``; B, T, H, G, K, dtype: as in :func:`random_inputs`.
-        generator: of the random draws; None for torch's global one.
+        generator: source of random numbers; None for torch's global one.
         regime: ``open`` (log gates near 0), ``closing`` (about -5 per token), ``zero`` (log gates and beta exactly 0,
             angle 0), ``closed`` (a quarter of the log gates -inf, beta 0 or 2), ``mixed`` (all of these).
         factors: Householder-like factors per token; None for one, and no axis of them.
@@ -88,10 +88,10 @@ def random_inputs(
         G: key heads.
         K: key channels.
         V: value channels.
-        dtype: of everything.
-        regime: of the gate, see :func:`random_gate`.
+        dtype: dtype of all tensors.
+        regime: regime of the gate, see :func:`random_gate`.
         seed: the same seed gives the same inputs.
-        factors: of the gate, see :func:`random_gate`.
+        factors: factors of the gate, see :func:`random_gate`.
 
     Returns:
         q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and the gate.

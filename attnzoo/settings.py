@@ -9,7 +9,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, cast
 
-PLAIN = {  # the looks of values without quotes, and how they may begin: YAML 1.2.2, 10.3.2, and `1_000`
+PLAIN = {  # tag -> regular expression and first letters of unquoted values: YAML 1.2.2, 10.3.2, and `1_000`
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -26,8 +26,8 @@ def read_yaml(text: str, schema: Any = None) -> Any:
 
     Args:
         text: one document.
-        schema: a dataclass or type that they are to fit. Where it wants a text, a value without quotes is the text
-            that is written, as `1.10` is.
+        schema: the expected dataclass or type. Where it has a str, an unquoted value is taken literally, such as
+            `1.10`.
 
     Raises:
         yaml.YAMLError: it cannot be read, or a key is given twice.
@@ -45,7 +45,7 @@ def read_yaml(text: str, schema: Any = None) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """YAML that :func:`read_yaml`, and readers of YAML 1.1, read back to an equal value."""
+    """A YAML text from which :func:`read_yaml` and readers of YAML 1.1 read an equal value."""
     import yaml  # type: ignore[import-untyped]
 
     return str(yaml.dump(value, Dumper=_classes()[1], default_flow_style=False, allow_unicode=True, sort_keys=False))
@@ -53,7 +53,7 @@ def write_yaml(value: Any) -> str:
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    """The loader, and a dumper that puts quotes around a text that looks like a number in either version of YAML."""
+    """The loader of YAML 1.2, and a dumper that quotes texts that look like numbers in YAML 1.1 or 1.2."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -80,7 +80,7 @@ def _whole(said: str) -> int:
 
 
 def _keep_texts(node: Any, schema: Any) -> None:
-    """Make texts of the values without quotes in a YAML node for which the schema wants a text."""
+    """Tag unquoted values of a YAML node as texts where the schema has a str."""
     types = typing.get_args(schema)
     if dataclasses.is_dataclass(schema) and node.id == "mapping":
         fields = typing.get_type_hints(schema)
@@ -96,7 +96,7 @@ def _keep_texts(node: Any, schema: Any) -> None:
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     """`key=value` settings as nested keys and values, later ones over earlier ones.
 
-    It is much faster than to give each of them to `load_config`, which can say of each what is wrong with it.
+    It is much faster than `load_config`, which checks each setting and explains errors.
 
     Raises:
         yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: a value that is not readable.
@@ -111,14 +111,14 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def check_once(settings: Sequence[str], kind: str) -> None:
-    """Refuse a key that is given twice, of which one value would be passed over.
+    """Raise where a key is given twice, as one value would be ignored.
 
     Args:
         settings: `key=value` each.
-        kind: what a setting is called.
+        kind: the word for a setting in the message.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a key that is given twice.
     """
     known = set[str]()
     for setting in settings:

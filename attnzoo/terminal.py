@@ -1,4 +1,4 @@
-"""What the commands print with."""
+"""Tables and the console of the commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def new_table(*columns: str, numbers: Collection[str] = (), prose: Collection[str] = ()) -> Table:
-    """Columns of which ``numbers`` are set to the right, and ``prose`` alone breaks into lines."""
+    """A table in which ``numbers`` columns are right-aligned, and only ``prose`` columns wrap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -24,10 +24,10 @@ def new_table(*columns: str, numbers: Collection[str] = (), prose: Collection[st
 
 
 def print_table(table: Table, to: Console) -> None:
-    """Print it whole: in a terminal that is too narrow its rows go on in the next line, and no number is cut."""
+    """Print a table without truncation; in a narrow terminal rows continue on the next line."""
     unlimited = to.options.update(max_width=sys.maxsize)
     for column in table.columns:
-        if column.no_wrap:  # rich takes the longest word for the least width of a cell
+        if column.no_wrap:  # rich's least width of a cell is its longest word
             cells = (column.header, *column.cells)
             column.min_width = max(to.measure(cell, options=unlimited).maximum for cell in cells)
     least = to.measure(table, options=unlimited).minimum
@@ -36,11 +36,11 @@ def print_table(table: Table, to: Console) -> None:
 
 
 def console() -> Console:
-    """Standard output; a reader who goes is an error that click knows."""
+    """The console on standard output; a closed pipe raises an error that click handles."""
     from rich.console import Console
 
     class Plain(Console):
         def on_broken_pipe(self) -> None:
-            raise  # for click to see
+            raise  # click handles it
 
     return Plain(highlight=False)

@@ -1,4 +1,4 @@
-"""The equalities on fresh random inputs: every form of a variant against the float64 oracle."""
+"""Verification of every form of a variant against the float64 oracle, on random inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnzoo.registry import Variant, get, list_variants
 from attnzoo.samples import Regime, random_inputs
 
 LIMIT = 1e-10
-LENGTHS = (1, 13, 71)  # alone, ragged, and past one chunk
+LENGTHS = (1, 13, 71)  # a single token, a ragged length, and more than one chunk
 GPU_FORMS = ("fla", "triton")
 
 Inputs = tuple[Tensor, Tensor, Tensor, Gate]
@@ -33,9 +33,9 @@ class Check:
         form: name of the form.
         value: error of the outputs.
         gradient: error of the gradients of q, k, v and every gate part.
-        limit: what both may reach.
-        skipped: why the form was not run; then nothing is claimed about it.
-        failed: what it raised where it should have served.
+        limit: largest allowed error of both.
+        skipped: the reason why the form was not run, or "".
+        failed: the error that it raised, or "".
     """
 
     variant: str
@@ -52,8 +52,9 @@ class Check:
 
 
 def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
-    """Check every form of the variants ``names`` (none given: all), one result per form; of a variant whose module
-    cannot be imported one that has failed, and so has a form that raises.
+    """Yield a result for every form of the variants ``names`` (without any: all).
+
+    A form that raises has failed; a variant whose module cannot be imported has one failed result.
 
     The inputs go through every gate regime of :func:`~attnzoo.samples.random_inputs` and ``LENGTHS``, in float64
     with fewer key heads than query heads and K != V.
@@ -68,7 +69,7 @@ def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
     for name in [get(name).name for name in names] or list_variants():
         try:
             variant = get(name)
-        except (UnavailableError, TypeError) as error:  # a plugin's: the others are checked all the same
+        except (UnavailableError, TypeError) as error:  # a plugin's error must not stop the other checks
             yield Check(name, "", 0.0, 0.0, failed=str(error))
         else:
             yield from _verify_variant(variant, seed)
@@ -90,7 +91,7 @@ def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
                 continue
             try:
                 got = _value_and_gradients(form, inputs, cotangent)
-            except Exception as error:  # in code of a third party
+            except Exception as error:  # third-party code may raise anything
                 failed[name] = str(error) or repr(error)
                 continue
             value, gradient = errors[name]
@@ -109,7 +110,7 @@ def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest entry of ``expected``; infinite where ``got`` is not finite."""
+    """The largest difference relative to the largest entry of ``expected``; infinite where ``got`` is not finite."""
     if not got.isfinite().all():
         return float("inf")
     size = float(expected.abs().max())
@@ -122,7 +123,7 @@ def _output_shape(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _in_pieces(variant: Variant, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-    """A prefill, some single steps and a rest, chained through the explicit state."""
+    """The output by ``extend`` in pieces: a prefill, some single steps and the rest."""
     T = q.shape[1]
     cuts = sorted({0, T // 2, min(T // 2 + 1, T), min(T // 2 + 2, T), T})
     state, outputs = None, []
@@ -145,10 +146,10 @@ def _value_and_gradients(form: Form, inputs: Inputs, cotangent: Tensor) -> list[
 
 
 def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
-    """A kernel in bfloat16: its error may be twice that of the parallel form in the same precision.
+    """The result of a kernel in bfloat16, whose error may be twice that of the parallel form in the same precision.
 
-    One for a few tokens at a time is given few, and has no gradient. One that refuses the inputs is skipped, and one
-    that raises all the same has failed.
+    A kernel for few tokens gets few, without gradients. A kernel that refuses the inputs is skipped; one that raises
+    although it did not refuse has failed.
     """
     brief = is_brief(variant.form_set, form)
     T = 32 if brief else 128
@@ -164,7 +165,7 @@ def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
     try:
         run = tie(variant.forms[form])
         got = [run(q, k, v, gate)] if brief else _value_and_gradients(run, (q, k, v, gate), cotangent)
-    except Exception as error:  # a compiler's, a GPU's, another library's
+    except Exception as error:  # errors of compilers, GPUs and other libraries
         call = Call(q, k, v, gate, options={} if tie is _same else {"delta_rule": True})
         reason = variant.refuses(form, call)
         return Check(variant.name, form, 0.0, 0.0, skipped=reason, failed="" if reason else str(error) or repr(error))
@@ -178,7 +179,7 @@ def _same(form: Form) -> Form:
 
 
 def _tied(form: Form) -> Form:
-    """The delta rule proper, all that its kernel computes: one key to erase and to write, and one strength."""
+    """The form with w = k and beta as the write strength, the only case that the delta rule's kernel computes."""
 
     def tied(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
         return form(q, cast(Tensor, gate.w), v, gate, delta_rule=True)

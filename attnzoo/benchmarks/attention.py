@@ -1,4 +1,4 @@
-"""Benches of attention kernels: inputs of one shape, contenders, errors beside float64, tables of times."""
+"""Shared parts of the benchmarks of attention kernels: inputs, contenders, errors against float64, tables of times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from attnzoo.benchmarks.measure import Result, decay_lengths, markdown, measured, of_kv_heads, relative, timing
 
-ABSENT = cast(Tensor, None)  # a part of a gate that no contender of a bench reads
+ABSENT = cast(Tensor, None)  # a gate part that no contender of a benchmark reads
 
 
 @dataclass
 class Inputs:
-    """Tensors of one shape, ``[B, T, heads, ...]``, or ``[B, heads, T, ...]`` where heads come first.
+    """The input tensors of one shape, ``[B, T, heads, ...]``, or ``[B, heads, T, ...]`` where heads come first.
 
     Args:
         q: queries ``[B, T, H, K]``, of unit root mean square; k, v: ``[B, T, G, K]``; all in bfloat16.
@@ -37,7 +37,7 @@ class Inputs:
     a: Tensor = ABSENT
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Inputs:
-        """``fn`` of every tensor that there is."""
+        """The inputs with ``fn`` applied to every existing tensor."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return Inputs(**{name: ABSENT if x is None else fn(x) for name, x in given.items()})
 
@@ -53,7 +53,7 @@ def draw(
     q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
     x = Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), do.bfloat16())
     for part in parts.split():
-        if part in ("g", "a"):  # of each head, or of each of its channels
+        if part in ("g", "a"):  # per head, or per channel of a head
             size = (H,) if part == "g" else (H, K)
             tau = decay_lengths(H if part == "g" else H * K, generator).to(device).view(size)
             drawn = -2 * torch.rand(B, T, *size, device=device) / tau
@@ -69,12 +69,12 @@ class Contender:
     """A kernel that is timed.
 
     Args:
-        name: in print.
-        call: gives the output of inputs.
-        leaves: names of the inputs that it reads, with blanks between.
+        name: shown name.
+        call: a function from inputs to the output.
+        leaves: names of the inputs that it reads, separated by blanks.
         head_first: whether it takes ``[B, H, T, K]``.
-        shares: whether it takes fewer key heads than query heads; k and v are repeated for it in each call otherwise.
-        lengths: the only T at which it is timed; empty for all. Some compile for minutes.
+        shares: whether it takes fewer key heads than query heads; else k and v are repeated in each call.
+        lengths: the only lengths T at which it is timed, as some compile for minutes; empty for all.
     """
 
     name: str
@@ -85,19 +85,19 @@ class Contender:
     lengths: tuple[int, ...] = ()
 
     def reads(self, part: str) -> bool:
-        """Whether an input is among those that it reads."""
+        """Whether the contender reads an input."""
         return part in self.leaves.split()
 
     def taken(self, x: Inputs) -> Inputs:
-        """The inputs in its layout."""
+        """The inputs in the contender's layout."""
         return x.map(lambda y: y.detach().transpose(1, 2).contiguous()) if self.head_first else x
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        """Those that it reads, of inputs in its layout."""
+        """The tensors that it reads, of inputs in its layout."""
         return [getattr(x, name) for name in self.leaves.split()]
 
     def attend(self, x: Inputs) -> Tensor:
-        """Its output, of inputs in its layout."""
+        """The output for inputs in its layout."""
         heads = 1 if self.head_first else 2
         n = x.q.shape[heads] // x.k.shape[heads]
         if n > 1 and not self.shares:
@@ -106,7 +106,7 @@ class Contender:
 
 
 def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> dict[str, float]:
-    """Errors of output and gradients against those of ``exact`` on the same inputs in float64."""
+    """The errors of output and gradients against ``exact`` on the same inputs in float64."""
     results = []
     for y, attend in ((x.map(Tensor.double), exact), (peer.taken(x), peer.attend)):
         leaves = [leaf.requires_grad_() for leaf in peer.tensors(y)]
@@ -119,13 +119,14 @@ def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> di
 
 
 def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
-    """Median milliseconds of forward (no grad) and of forward + backward."""
+    """The median milliseconds of forward (no grad) and of forward + backward."""
     y = peer.taken(x)
     return timing(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
 
 
 def time_and_memory(peer: Contender, x: Inputs, rep: int) -> Result:
-    """Both times and extra memory, of :func:`~attnzoo.benchmarks.measure.measured`."""
+    """The times of forward and forward + backward, and the extra memory; see
+    :func:`~attnzoo.benchmarks.measure.measured`."""
     y = peer.taken(x)
     return measured(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
 
@@ -139,10 +140,10 @@ def shape_tables(
     """The lines of a table for each shape.
 
     Args:
-        result: of a bench.
-        columns: their names, after that of the contender.
-        cells: of a row and of forward + backward by contender.
-        kept: what a shape's heading says of a row's pruning.
+        result: result of a benchmark.
+        columns: names of the columns after the contender's.
+        cells: a function from a row and the forward + backward times by contender to the row's cells.
+        kept: a function from a row to the remark on pruning in a shape's heading.
     """
     lines: list[str] = []
     shapes: dict[tuple[int, ...], list[Result]] = {}

@@ -1,4 +1,4 @@
-"""``attnzoo bench``: the options of each benchmark. What is measured, and how, stands in the module of its name."""
+"""The command ``attnzoo bench`` with the options of each benchmark, which is described in the module of its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Shape(click.ParamType[tuple[int, ...]]):
-    """Four whole numbers with commas between, as in 2,24,16384,64."""
+    """The type of a shape option: four whole numbers separated by commas, such as 2,24,16384,64."""
 
     name = "B,H,T,K"
 
@@ -39,7 +39,7 @@ def out(folder: str) -> Option:
 
 
 def _writable(context: click.Context, option: click.Parameter, folder: Path) -> Path:
-    """Said before minutes of measuring."""
+    """The folder of an option, after a check that it can be written to."""
     from attnzoo.files import check_folder
 
     check_folder(folder, "--out")

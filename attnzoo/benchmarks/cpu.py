@@ -20,7 +20,7 @@ from attnzoo.samples import random_gate
 
 
 def interleaved(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Seconds of the fastest run of each, measured alternately."""
+    """The seconds of the fastest run of each function, measured alternately."""
     best = [float("inf"), float("inf")]
     for round_ in range(repeats + 1):
         for i, run in enumerate((first, second)):
@@ -32,7 +32,7 @@ def interleaved(first: Callable[[], object], second: Callable[[], object], repea
 
 
 def linear_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
-    """(variant, recurrent ms, chunk ms) at B=1, H=4, K=V=64, float32, forward."""
+    """Rows (variant, recurrent ms, chunk ms) of the forward pass at B=1, H=4, K=V=64 in float32."""
     rows = []
     for name in list_variants("linear"):
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ def linear_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
 
 
 def fox_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
-    """(gates, SDPA ms, FoX ms), forward and backward, at B=1, H=4, K=V=64, float32."""
+    """Rows (gates, SDPA ms, FoX ms) of forward + backward at B=1, H=4, K=V=64 in float32."""
     rows = []
     for label, mean in (
         ("mean decay per token 0.01", 0.01),

@@ -38,12 +38,12 @@ from attnzoo.kernels.fox import GateSums, fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
 
 SHAPES = ((32, 24, 16384, 64), (8, 24, 65536, 64), (16, 16, 16384, 128))
-LIMIT = 6e-3  # error of the output in bf16
+LIMIT = 6e-3  # largest allowed error of the output in bf16
 Step = Callable[[], Tensor]
 
 
 def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str, Step]:
-    """Steps that give [B, 1, H, V] from x, whose q is the last token's. Peers get the layout they like best."""
+    """The contenders' steps, which return [B, 1, H, V] for x with the last token's q, each in its fastest layout."""
     B, S, H, K = x.k.shape
     bound = torch.full((H,), math.sqrt(K), device="cuda")
     k, v, g = (t.transpose(1, 2).contiguous() for t in (x.k, x.v, x.g))  # [B, H, S, .]
@@ -52,7 +52,7 @@ def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str
     def ours(gate: dict[str, Any], **options: Any) -> Step:
         return lambda: fox_attention(x.q, x.k, x.v, impl="triton", **gate, **options)
 
-    kept = {"log_decay": None, "gate_sums": GateSums.of(x.g, x.k)}  # as a cache hands them to a step
+    kept = {"log_decay": None, "gate_sums": GateSums.of(x.g, x.k)}  # as a cache passes them to a step
     steps: dict[str, Step] = {
         "ours": ours({"log_decay": x.g}),
         "ours, pruned (tail)": ours(kept, prune=PRUNE["tail"], logit_bound=bound),
@@ -79,13 +79,13 @@ def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str
 def measure(
     shape: tuple[int, ...], official: Path | None, bandwidth: float, missing: list[str]
 ) -> list[dict[str, Any]]:
-    """A row per contender of one shape, printed as it comes: its error, and what is right has a time.
+    """A row per contender of one shape, printed at once: its error, and the time if the error is within the limit.
 
     Args:
         shape: (B, H, S, K) with S cached tokens.
-        official: the authors' kernel, a file; None: without it.
-        bandwidth: TB/s of a copy, by which the floor is reckoned.
-        missing: peers that cannot be called are added to it.
+        official: file of the authors' kernel; None: without it.
+        bandwidth: TB/s of a copy, for the floor.
+        missing: a list to which peers that cannot be called are added.
     """
     B, H, S, K = shape
     x = draw(B, H, S, K)

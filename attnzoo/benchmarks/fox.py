@@ -65,7 +65,7 @@ def official_module(path: Path | None) -> Any:
     """The official kernel, from the installed package or from its file.
 
     Raises:
-        ImportError: neither is there.
+        ImportError: neither is found.
     """
     if path is None:
         return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
@@ -78,7 +78,7 @@ def official_module(path: Path | None) -> Any:
 
 
 def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
-    """Everything that can be called here, and why the rest cannot."""
+    """The contenders that can be called here, and the reasons why others cannot."""
     found: list[Contender] = []
     missing: list[str] = []
     apart: dict[str, Any] = {"head_first": True, "shares": False}
@@ -138,19 +138,20 @@ SPARSE_TILES = {  # of flash-sparse-attn's 54 for each: rows, keys, warps, stage
 
 
 def flash_sparse() -> Callable[[Inputs, float | None], Tensor]:
-    """FoX by flash-sparse-attn's gated kernels, of inputs and a threshold for skipping blocks; None: its own.
+    """FoX by flash-sparse-attn's gated kernels, a function of inputs and a threshold for skipping blocks (None: its
+    own).
 
     Its logits are scale (q k + alpha delta): FoX with alpha = 1 and delta = -c / scale, c the running sum of the gate.
     """
     folder = "flash_sparse_attn.ops.triton"
     if importlib.util.find_spec("flash_sparse_attn") is not None and importlib.util.find_spec("triton_kernels") is None:
-        # its projections, not used here, import what no package index has
+        # its projections, not used here, import a package that no index has
         for part, name in (("flash_proj_fwd", "_flash_proj_forward"), ("flash_proj_bwd", "_flash_proj_backward")):
             stub = ModuleType(f"{folder}.{part}")
             setattr(stub, name, None)
             sys.modules.setdefault(stub.__name__, stub)
     attend = importlib.import_module("flash_sparse_attn").flash_gated_attn_func
-    # its tuning takes minutes, and adds up the gradients of all tiles that it measures in the call that tunes
+    # its tuning takes minutes, and its first call returns the sum of all measured tiles' gradients
     tiles: Any = importlib.import_module(f"{folder}.launch_template")
     tiles.load_launch_config = lambda **options: SPARSE_TILES[options["kernel_name"]]
 
@@ -166,7 +167,7 @@ def flash_sparse() -> Callable[[Inputs, float | None], Tensor]:
 
 
 class FlexFox:
-    """FlexAttention with the gate as a score modification; block masks are kept per length."""
+    """FlexAttention with the gate as a score modification; block masks are cached per length."""
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -188,7 +189,8 @@ class FlexFox:
 
 
 def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
-    """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
+    """The errors of output and gradients against float64 on the same bf16 inputs, with ``shared`` query heads per key
+    head."""
     heads, kv_heads = few_heads(shared)
 
     def exact(x: Inputs) -> Tensor:
@@ -201,16 +203,16 @@ def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None,
     kv_heads: int | None, keep: Callable[[Result], None],
 ) -> Result:  # fmt: skip
-    """Machine, errors, and a row of times for each contender and shape.
+    """The machine, the errors, and a row of times for each contender and shape.
 
     Args:
         shapes: (B, H, T, K) each.
         only: beginnings of the names of contenders; empty for all.
-        rep: milliseconds of measuring, for each time.
-        seconds: after which no further contender is begun.
-        official: the authors' kernel, a file; None: without it.
+        rep: milliseconds of measuring for each time.
+        seconds: time after which no further contender is started.
+        official: file of the authors' kernel; None: without it.
         kv_heads: heads of k and v; None: as many as query heads.
-        keep: called with what has been measured, whenever something has come.
+        keep: called with the result so far after each measurement.
 
     Raises:
         ValueError: heads that cannot share ``kv_heads`` evenly; an unknown contender.
@@ -276,7 +278,7 @@ def table(result: Result) -> str:
 
 
 def lengths(seconds: float, official: Path | None, timed: Collection[str]) -> list[dict[str, Any]]:
-    """Forward + backward against context length of what was asked for, and right; B shrinks so that B T = 131072."""
+    """The forward + backward times by context length of the timed contenders, with B T = 131072."""
     deadline = time.time() + seconds
     wanted = ("ours", "ours, pruned (tail)", "SDPA cuDNN (no gate)", "official", "official, pruned", "FLA")
     peers = [p for p in contenders(official)[0] if p.name in wanted and p.name in timed]
@@ -294,7 +296,7 @@ def lengths(seconds: float, official: Path | None, timed: Collection[str]) -> li
 
 
 def draw_lengths(result: Result, out: Path) -> None:
-    """Time against context length, as ``plot.svg`` in the folder ``out``."""
+    """Draw time against context length, as ``plot.svg`` in the folder ``out``."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -44,12 +44,12 @@ EVICT = math.exp(-10.0)
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model to generate with.
+    """A model whose generation is timed.
 
     Args:
-        name: in print.
-        attention: of every layer.
-        options: of its layers.
+        name: shown name.
+        attention: the variant of every layer.
+        options: options of its layers.
         evict: see :class:`~attnzoo.models.generation.engine.Generator`.
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
@@ -88,7 +88,7 @@ PEERS = (  # of transformers
 
 
 def build(contender: TimedModel, device: str = "cuda", **sizes: Any) -> LanguageModel:
-    """Random weights in bfloat16, and gates as in trained models."""
+    """A model with random weights in bfloat16, and gates as in trained models."""
     torch.manual_seed(0)
     config = ModelConfig(attention=contender.attention, attention_options=contender.options, **{**SIZES, **sizes})
     with torch.device(device):
@@ -102,7 +102,8 @@ def build(contender: TimedModel, device: str = "cuda", **sizes: Any) -> Language
 
 @torch.no_grad()
 def filled(model: LanguageModel, tokens: int, seed: int, evict: float | None = None) -> list[LayerCache]:
-    """Caches of one sequence that look as if it had ``tokens`` tokens; see ``new_cache`` for ``evict``."""
+    """Caches of one sequence filled with random keys and states of ``tokens`` tokens; see ``new_cache`` for
+    ``evict``."""
     torch.manual_seed(seed)
     device = model.embedding.weight.device
     caches = model.new_cache(evict)
@@ -121,7 +122,7 @@ def filled(model: LanguageModel, tokens: int, seed: int, evict: float | None = N
 
 
 def _keys(state: KVCache, tokens: int) -> KVCache:
-    """As many keys, of length sqrt(K), values and gates as ``tokens``."""
+    """A cache with random keys of length sqrt(K), values and gates of ``tokens`` tokens."""
 
     def draw(x: Tensor) -> Tensor:
         return torch.randn(1, tokens, *x.shape[2:], dtype=x.dtype, device=x.device)
@@ -133,19 +134,19 @@ def _keys(state: KVCache, tokens: int) -> KVCache:
 
 
 def _pages(state: PagedCache, tokens: int) -> PagedCache:
-    """The same in pages: of a cache that has one token."""
+    """A paged cache with random keys, values and gates of ``tokens`` tokens, from one with a token."""
     pool, device = state.pool, state.pool.k.device
     B, G, K, V, T = len(pool.lengths), pool.table.shape[1], pool.k.shape[2], pool.v.shape[2], tokens - 1
     k, v = F.rms_norm(torch.randn(B, T, G, K, device=device), (K,)), torch.randn(B, T, G, V, device=device)
     g = None if pool.total is None else 2 * torch.rand(B, T, pool.total.shape[1], device=device) * pool.total[:, None]
     g = None if g is None else g.float()
-    w = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1)  # what carries keys, where any does
+    w = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1)  # w of transitions that carry keys
     pool.add(k, v, Gate(log_decay=g, w=w, beta=2 * torch.rand(B, T, G, device=device)), None)
     return PagedCache.of(pool, state.evict, tokens=tokens, phase=state.phase, angle=state.angle)
 
 
 def generator_of(model: LanguageModel, contender: TimedModel, batch: int, tokens: int, steps: int) -> Generator:
-    """A generator whose rows all have ``tokens`` tokens behind them."""
+    """A generator whose rows all have ``tokens`` cached tokens."""
     generator = Generator(
         model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
         graph=contender.graph and model.embedding.weight.is_cuda,
@@ -153,14 +154,14 @@ def generator_of(model: LanguageModel, contender: TimedModel, batch: int, tokens
     )  # fmt: skip
     for row in range(batch):
         generator.resume(filled(model, tokens, row, contender.evict), 0, steps, Sampling(0.0))
-        generator.admit()  # so that one cache at a time is held twice
+        generator.admit()  # one by one, so that only one cache is held twice
     if generator.waiting:
         raise MemoryError(f"caches: expected room for {batch} sequences, got it for {batch - len(generator.waiting)}")
     return generator
 
 
 def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: int = STEPS) -> float:
-    """Wall time of a step, of as many one after the other; the first ``WARM`` are not counted."""
+    """The mean wall time of ``steps`` steps in sequence, after ``WARM`` further ones."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -177,7 +178,7 @@ def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: 
 
 
 def measure(model: LanguageModel, contender: TimedModel, batch: int, tokens: int) -> dict[str, Any]:
-    """Milliseconds per token (of all rows at once), memory of the cache, and the share of keys kept."""
+    """The milliseconds per step (one token of all rows), the memory of the cache, and the share of keys held."""
     generator = generator_of(model, contender, batch, tokens, STEPS + WARM + 2)
     kept = [cache.memory.kept(0) for cache in generator.batch.caches]
     heads = [n / generator.batch.rows.lengths[0] for layer in kept if layer is not None for n in layer]
@@ -187,7 +188,7 @@ def measure(model: LanguageModel, contender: TimedModel, batch: int, tokens: int
 
 
 def llama() -> Any:
-    """The Llama of transformers of these sizes."""
+    """The Llama of transformers with these sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     wide = ModelConfig(**SIZES)
@@ -202,7 +203,7 @@ def llama() -> Any:
 
 @torch.no_grad()
 def measure_llama(model: Any, static: bool, batch: int, tokens: int) -> dict[str, Any]:
-    """As ``measure``; with the static cache, a compiled step."""
+    """The measurements of ``measure`` for Llama; steps with the static cache are compiled."""
     from transformers import DynamicCache, StaticCache
 
     from attnzoo.models.hf.cache import NAME
@@ -286,7 +287,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
                 keep(result)
             gc.collect()
             torch.cuda.empty_cache()
-            torch.compiler.reset()  # the guards of a cell are not asked in the next
+            torch.compiler.reset()  # drop the compiled code of the last measurement
     order = {cell: n for n, cell in enumerate(cells)}
     result["rows"].sort(key=lambda row: order[row["batch"], row["tokens"]])
     save(out, result, table(result))

@@ -1,4 +1,5 @@
-"""What a layer's forward costs the host: Python calls, files and time, on tensors so small that little else counts."""
+"""The host's cost of a layer's forward: Python calls, files and time, on tensors too small for computation to
+matter."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def hidden() -> Tensor:
 
 
 def calls(run: Callable[[], object], package: ModuleType = attnzoo) -> tuple[int, int]:
-    """How many calls of the package's functions there are in ``run()``, and in how many of its files."""
+    """The number of calls of the package's functions in ``run()``, and of the files that they are in."""
     root = Path(package.__file__ or "").resolve().parent
     roots = tuple(str(path) for path in {root, *(link.resolve() for link in root.iterdir() if link.is_symlink())})
     found: list[str] = []
@@ -56,7 +57,7 @@ def calls(run: Callable[[], object], package: ModuleType = attnzoo) -> tuple[int
 
 
 def fastest(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Seconds of processor time of the fastest run of each, measured in turn."""
+    """The seconds of processor time of each function's fastest run, measured in turns."""
     best = [float("inf")] * len(runs)
     for _ in range(repeats):
         for number, run in enumerate(runs):
@@ -67,7 +68,7 @@ def fastest(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def llama() -> Callable[[Tensor], object]:
-    """transformers' LlamaAttention of that size on its rotary angles, made beforehand.
+    """transformers' LlamaAttention of that size, with precomputed rotary angles.
 
     Raises:
         UnavailableError: transformers is not installed.
@@ -86,7 +87,7 @@ def llama() -> Callable[[Tensor], object]:
 
 @torch.no_grad()
 def table(repeats: int) -> list[tuple[str, int, int, float, float]]:
-    """(layer, calls, files, microseconds, ratio to LlamaAttention) of a forward on one thread."""
+    """Rows Rows Rows (layer, calls, files, microseconds, ratio to LlamaAttention) of a forward on one thread."""
     import transformers
 
     x, threads = hidden(), torch.get_num_threads()

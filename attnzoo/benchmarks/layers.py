@@ -38,16 +38,16 @@ from attnzoo.registry import get, pairs
 
 SHAPES = ((4, 24, 4096, 64), (1, 24, 16384, 64))
 ERRORS = ("y", "dx")
-SLACK = 2**-7  # relative error that any layer in bfloat16 may have: two roundings
+SLACK = 2**-7  # relative error always allowed in bfloat16: two roundings
 
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """A layer that is timed.
+    """A layer whose time is measured.
 
     Args:
-        name: in print.
-        variant: of the zoo.
+        name: shown name.
+        variant: name of the variant.
         acp: whether it prunes.
     """
 
@@ -58,7 +58,7 @@ class TimedLayer:
 
 @dataclass
 class LayerInputs:
-    """Rows ``[B, T, H K]`` of a layer and a gradient of its output."""
+    """The input rows ``[B, T, H K]`` of a layer, and a gradient of its output."""
 
     x: Tensor
     do: Tensor
@@ -66,7 +66,7 @@ class LayerInputs:
 
 
 def contenders() -> list[TimedLayer]:
-    """Both sides of each pair, in the order of the table."""
+    """The layers of both sides of each pair, in the order of the table."""
     found = []
     for pair in pairs():
         for name in (pair.linear, pair.softmax):
@@ -83,7 +83,7 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") ->
 
 
 def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attention:
-    """The layer in bfloat16, its forget gates as trained ones are."""
+    """The layer in bfloat16, with forget gates as in trained models."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"acp": True} if contender.acp else {}
     with torch.device(x.x.device):
@@ -98,7 +98,7 @@ def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attentio
 
 
 def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
-    """Errors of output and gradient of the input against float64, as shares of what is allowed."""
+    """The errors of output and input gradient against float64, divided by the allowed errors."""
 
     def outcome(layer: Attention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         given = x.x.to(dtype).requires_grad_()
@@ -116,7 +116,7 @@ def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
 
 
 def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
-    """Milliseconds of forward, and with backward (to the input and all weights), extra memory, and the form."""
+    """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
     found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)
     return {**found, "form": str(layer.picked).split()[0]}

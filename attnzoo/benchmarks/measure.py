@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs, timing, errors, peers, the machine and its ceiling, the files written."""
+"""Shared parts of all benchmarks: inputs, timing, errors, peers, the machine's limits, and result files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = dict[str, Any]
 
 
 def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
-    """Tokens in which each head decays to 1/e: for 75% of them log-uniform in 8..256, for the rest in 1e5..1e6; [H]."""
+    """The tokens [H] in which each head decays to 1/e: for 75% log-uniform in 8..256, for the others in 1e5..1e6."""
     local = round(0.75 * H)
     spans = [torch.empty(n).uniform_(math.log(a), math.log(b), generator=generator)
              for n, a, b in ((local, 8, 256), (H - local, 1e5, 1e6))]  # fmt: skip
@@ -33,13 +33,13 @@ def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Norm of a - b over that of b."""
+    """The norm of a - b divided by the norm of b."""
     return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
 
 
 def milliseconds(call: Callable[[], Any], rep: int) -> float:
-    """Median: of as many calls as fit into ``rep`` milliseconds, or of three that take over half a second each."""
-    from triton.testing import do_bench  # a machine without a GPU may be without Triton
+    """The median time of the calls in ``rep`` milliseconds, or of three calls if each takes over half a second."""
+    from triton.testing import do_bench  # Triton may be missing without a GPU
 
     call()
     times = [once(call)]
@@ -49,7 +49,7 @@ def milliseconds(call: Callable[[], Any], rep: int) -> float:
 
 
 def once(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
+    """The milliseconds of one call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -58,7 +58,7 @@ def once(call: Callable[[], Any]) -> float:
 
 
 def timing(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> tuple[float, float]:
-    """Milliseconds of forward (no grad) and of forward + backward."""
+    """The milliseconds of forward (no grad) and of forward + backward."""
     with torch.no_grad():
         forward = milliseconds(call, rep)
     for leaf in leaves:
@@ -67,7 +67,7 @@ def timing(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: in
 
 
 def extra_memory(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor) -> float:
-    """GiB at the peak of forward + backward beyond inputs, outputs and gradients."""
+    """The peak GiB of forward + backward beyond inputs, outputs and gradients."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -80,27 +80,27 @@ def extra_memory(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor) -
 
 
 def measured(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> Result:
-    """Milliseconds of :func:`timing` and GiB of :func:`extra_memory`."""
+    """The milliseconds of :func:`timing` and GiB of :func:`extra_memory`."""
     forward, both = timing(call, leaves, do, rep)
     memory = extra_memory(call, leaves, do)
     return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
 
 
 def ceiling() -> float:
-    """TFLOP/s of an 8192^3 bf16 matrix product on random data."""
+    """The The The TFLOP/s of an 8192^3 bf16 matrix product on random data."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     return 2 * 8192**3 / milliseconds(lambda: a @ b, 200) / 1e9
 
 
 def copy_bandwidth() -> float:
-    """TB/s, read and write together, of a copy of 2 GiB."""
+    """The TB/s, read and written, of a copy of 2 GiB."""
     x = torch.empty(2 << 30, device="cuda", dtype=torch.uint8).random_()
     y = torch.empty_like(x)
     return 2 * x.numel() / milliseconds(lambda: y.copy_(x), 200) / 1e9
 
 
 def machine() -> dict[str, str]:
-    """The processor, the versions of what runs on it, and the date."""
+    """The processor, the versions of the libraries, and the date."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
@@ -113,7 +113,7 @@ def machine() -> dict[str, str]:
 
 
 class Named(Protocol):
-    """What can be chosen by its name."""
+    """An object with a name, by which it is chosen."""
 
     @property
     def name(self) -> str: ...
@@ -143,19 +143,19 @@ def race(
     common: Callable[[X], Result], times: Callable[[N, X], Result | None], keep: Callable[[Result], None],
     kv_heads: int | None = None,
 ) -> bool:  # fmt: skip
-    """Time the peers that are right, shape by shape; rows and errors go into ``result``. Whether the time sufficed.
+    """Time the peers with correct results, shape by shape, into ``result``; return whether the time sufficed.
 
-    What failed, and where the time was over, is added to what ``result`` has as "missing".
+    Failures, and measurements dropped for time, are added to the "missing" of ``result``.
 
     Args:
         shapes: (B, H, T, K) each.
-        draw: inputs of a shape; with ``kv_heads`` by that name.
-        errors: of a peer at a head dim, by name, measured once each; a peer beyond ``limits`` is not timed. With
-            ``kv_heads``, ``shared`` is how many query heads have one key head, at most.
-        common: what a shape's rows have in common.
-        times: what is measured of a peer; None: not at this shape.
-        keep: called with ``result`` whenever something has come, as :func:`keeper` makes it.
-        kv_heads: of keys and values, which query heads share; None: each has its own.
+        draw: a function from a shape (and the keyword ``kv_heads``) to inputs.
+        errors: a function from a peer and a head dim to its errors by name, called once each; a peer beyond ``limits``
+            is not timed. With ``kv_heads``, ``shared`` is the largest number of query heads per key head.
+        common: a function from a shape to fields that its rows share.
+        times: a function from a peer and a shape to its measurements; None: not at this shape.
+        keep: called with ``result`` after each measurement; see :func:`keeper`.
+        kv_heads: number of key/value heads; None: as many as query heads.
 
     Raises:
         ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
@@ -200,7 +200,7 @@ def race(
 
 
 def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int) -> int:
-    """How many query heads share a key head, at most, in shapes (B, H, T, K).
+    """The largest number of query heads per key head in shapes (B, H, T, K).
 
     Raises:
         ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
@@ -212,18 +212,18 @@ def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int) -> int:
 
 
 def few_heads(shared: int) -> tuple[int, int]:
-    """Query and key heads for comparing errors: four or a few more, of which ``shared`` have one key head."""
+    """The numbers of query heads (at least four) and key heads for comparing errors, ``shared`` per key head."""
     kv_heads = math.ceil(4 / shared)
     return shared * kv_heads, kv_heads
 
 
 def of_kv_heads(result: Result) -> str:
-    """What a table says beside a shape where query heads share key heads."""
+    """A remark for a table's shapes where query heads share key heads, or ""."""
     return f", {result['kv_heads']} key and value heads" if "kv_heads" in result else ""
 
 
 def headline(result: Result) -> str:
-    """The first line of a table: where and with what it was measured."""
+    """The first line of a table: the machine and the versions."""
     m = result["machine"]
     versions = f"torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}"
     return f"{m['gpu']}, {versions}, {m['date']}; bf16, causal, medians."
@@ -245,7 +245,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[s
 
 
 def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:
-    """What ``load`` returns; None, and a line in ``missing`` with the reason, if it is absent or broken."""
+    """The peer that ``load`` returns; None, with a line in ``missing``, if it is absent or broken."""
     try:
         return load()
     except ImportError as error:
@@ -256,7 +256,7 @@ def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:
 
 
 def not_measured(missing: Sequence[str]) -> list[str]:
-    """The lines of a table that say what was not measured, each once."""
+    """The lines of a table about what was not measured, without repetitions."""
     return [f"Not measured: {reason}." for reason in dict.fromkeys(missing)]
 
 
@@ -268,7 +268,7 @@ def save(out: Path, result: Result, table: str) -> None:
 
 
 def keeper(out: Path, table: Callable[[Result], str]) -> Callable[[Result], None]:
-    """A function that saves a result that is not whole yet, and says so in it: an interruption loses nothing."""
+    """A function that saves an incomplete result, marked as such, so that an interruption loses nothing."""
 
     def keep(result: Result) -> None:
         part = {**result, "missing": [*result.get("missing", []), "what comes after these rows: the run had not ended"]}

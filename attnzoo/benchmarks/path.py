@@ -52,7 +52,7 @@ from attnzoo.kernels.path.reference import path_reference
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
 ERRORS = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
-LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
+LIMIT = 2e-2  # largest allowed relative error in bf16
 PRUNE = Prune(math.exp(-10.0))
 YARDSTICK = {  # the peer that computes the same function
     "PaTH": "FLA PaTH",
@@ -70,7 +70,7 @@ draw = functools.partial(attention.draw, parts="w beta g")
 
 
 def contenders() -> tuple[list[Contender], list[str]]:
-    """Everything that can be called here, and why the rest cannot."""
+    """The contenders that can be called here, and the reasons why others cannot."""
 
     def path(gated: bool, prune: Prune | None = None, keep: bool = False) -> Callable[[Inputs], Tensor]:
         return lambda x: path_attention(
@@ -107,7 +107,8 @@ def contenders() -> tuple[list[Contender], list[str]]:
 
 
 def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
-    """Errors of output and gradients against float64 on the same bf16 inputs, ``shared`` query heads a key head."""
+    """The errors of output and gradients against float64 on the same bf16 inputs, with ``shared`` query heads per key
+    head."""
     heads, kv_heads = few_heads(shared)
 
     def exact(x: Inputs) -> Tensor:
@@ -118,7 +119,7 @@ def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[s
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:
-    """One new token after S cached ones: our fused step, and the same in PyTorch operations."""
+    """A row of times for one token after S cached ones: our fused step, and the step in PyTorch operations."""
     keys = torch.randn(B, S, H, K, device="cuda")
     values = torch.randn(B, S + 1, H, K, device="cuda").bfloat16()
     x = draw(B, H, 1, K)
@@ -146,7 +147,8 @@ def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool,
     kv_heads: int | None, keep: Callable[[Result], None],
 ) -> Result:  # fmt: skip
-    """Machine, errors, and a row of times and memory for each contender and shape; with ``decode`` also cached steps.
+    """The machine, the errors, and a row of times and memory per contender and shape; with ``decode`` also cached
+    steps.
 
     Args, and what is raised: as of :func:`attnzoo.benchmarks.fox.measure`.
     """

@@ -26,7 +26,7 @@ from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
 
-USED = ("blocks_kept", "mfu", "mfu_dense")  # of the metrics, where they are known
+USED = ("blocks_kept", "mfu", "mfu_dense")  # metrics that a table shows where known
 
 
 class _Measured(Exception):  # noqa: N818 - no error: it ends a run that is not to be evaluated or saved
@@ -34,7 +34,7 @@ class _Measured(Exception):  # noqa: N818 - no error: it ends a run that is not 
 
 
 def trained_gates(config: TrainConfig, folder: Path) -> None:
-    """Write a model folder that holds nothing but constant forget gates, spread as :func:`decay_lengths` says.
+    """Write a model folder with constant forget gates alone, whose decay lengths are those of :func:`decay_lengths`.
 
     Raises:
         ValueError: no layer has forget gates.
@@ -54,7 +54,8 @@ def trained_gates(config: TrainConfig, folder: Path) -> None:
 
 
 def trained_biases(model: nn.Module) -> dict[str, tuple[GateAffine, Tensor]]:
-    """The projections to forget gates by name, each with the bias of a constant gate as trained ones are."""
+    """The projections to forget gates by name, each with the bias of a constant gate with the decay of trained
+    models."""
     generator, found = torch.Generator().manual_seed(0), {}
     for name, module in model.named_modules():
         if isinstance(module, ForgetGate):
@@ -72,10 +73,10 @@ def rows(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -
     """The metrics of ``repeats`` measurements of ``steps`` training steps each, after as many to warm up.
 
     Args:
-        config: of the run.
-        steps: of one measurement.
-        repeats: how many.
-        trained: with the gates of :func:`trained_gates`, which the updates leave as they are.
+        config: configuration of the run.
+        steps: steps of one measurement.
+        repeats: number of measurements.
+        trained: whether to use the gates of :func:`trained_gates`, which the updates do not change.
     """
     found: list[Row] = []
 
@@ -107,7 +108,7 @@ def rows(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -
 
 
 def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> Result:
-    """Tokens per second of training steps, one number for each repeat, and what they took; see :func:`rows`."""
+    """The tokens per second of each repeat, and the memory and operations of the steps; see :func:`rows`."""
     on_gpu = config.device != "cpu"
     parameters = sum(p.numel() for p in LanguageModel(config.model).parameters())
     if on_gpu:

@@ -43,14 +43,14 @@ from attnzoo.kernels.wall.reference import wall_reference
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64))
 ERRORS = ("o", "dq", "dk", "dv", "da")
-LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
+LIMIT = 2e-2  # largest allowed relative error in bf16
 
 
 draw = functools.partial(attention.draw, parts="a")
 
 
 def contenders() -> tuple[list[Contender], list[str]]:
-    """Everything that can be called here, and why the rest cannot."""
+    """The contenders that can be called here, and the reasons why others cannot."""
     found = [
         Contender("Wall", lambda x: wall_attention(x.q, x.k, x.v, log_diag=x.a, impl="triton"), "q k v a"),
         Contender("FoX without a gate", lambda x: fox_attention(x.q, x.k, x.v, log_decay=None, impl="triton"), "q k v"),
@@ -70,7 +70,7 @@ def _peer() -> Callable[..., Tensor]:
 
 
 def errors(peer: Contender, x: Inputs) -> dict[str, float]:
-    """Errors of output and gradients against float64 on the same bf16 inputs."""
+    """The errors of output and gradients against float64 on the same bf16 inputs."""
 
     def exact(x: Inputs) -> Tensor:
         return wall_reference(x.q, x.k, x.v, log_diag=x.a if peer.reads("a") else torch.zeros_like(x.a))
@@ -81,7 +81,7 @@ def errors(peer: Contender, x: Inputs) -> dict[str, float]:
 def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, keep: Callable[[Result], None]
 ) -> Result:
-    """Machine, errors, and a row of times and memory for each contender and shape.
+    """The machine, the errors, and a row of times and memory for each contender and shape.
 
     Args: as of :func:`attnzoo.benchmarks.fox.measure`.
     """
@@ -108,7 +108,7 @@ def table(result: Result) -> str:
     ]
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
-        peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX computes another function
+        peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX has another function and no ratio
         ratios = ratio(peer, r["both_ms"]), ratio(r["both_ms"], both.get("FoX without a gate"))
         return [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}"]
 

@@ -1,4 +1,4 @@
-"""The softmax readout of encodings that leave keys where they are: a bias on the logits, or a rotation beforehand."""
+"""Softmax forms of encodings whose cached keys never change: a bias on the logits, or a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnzoo.forms.rowblocks import causal_attention
 
 @dataclass(frozen=True)
 class AdditiveForms(softmax.SoftmaxForms):
-    """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
+    """Forms of encodings that are a bias on the logits, or a rotation of q and k before the scores."""
 
     transition: Transition = field(default_factory=Identity)
     store: KeyStore = field(default=PlacedKeys(), kw_only=True)
@@ -60,7 +60,8 @@ class AdditiveForms(softmax.SoftmaxForms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None,
         options: SoftmaxOptions, dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]:  # fmt: skip
-        """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
+        """The placed q, and the cache with the new tokens, with keys in ``dtype`` (None: the dtype of the
+        computation)."""
         q, k, phase, angle = self.place(q, k, gate, state, options.valid, dtype)
         k = k if dtype is None else k.to(dtype)
         decay = gate.log_decay
@@ -79,8 +80,9 @@ class AdditiveForms(softmax.SoftmaxForms):
     def rounded(
         self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
-        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care.
+        """q, k and the gate of whole sequences for a kernel of ``dtype``, with matrix parts applied where rounding
+        matters.
 
-        Then also what is to receive the gradients of q and k unrounded.
+        The last entry holds the tensors that receive the unrounded gradients of q and k, or None.
         """
         return q, k, gate, None

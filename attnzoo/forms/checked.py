@@ -1,4 +1,4 @@
-"""A variant's forms as the registry hands them out: their inputs are checked, and no autocast reaches them."""
+"""A variant's forms as the registry exposes them: with checked inputs and outside autocast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnzoo.forms.protocol import REFERENCE, FormSet, check_options
 
 
 def form_set(module: ModuleType) -> FormSet:
-    """What a variant's module ends in.
+    """The object ``FORMS`` of a variant's module.
 
     Raises:
         TypeError: no ``FORMS``, or one that lacks a member of the protocol.
@@ -30,7 +30,7 @@ def form_set(module: ModuleType) -> FormSet:
 
 
 class CheckedForms(dict[str, Callable[..., Any]]):
-    """The forms of the variant of that name, which is told with a form that is not there.
+    """The checked forms of a variant by name; errors for unknown forms name the variant.
 
     Raises:
         UnknownKeyError: asked for another form; the message lists them and names the nearest.
@@ -45,7 +45,7 @@ class CheckedForms(dict[str, Callable[..., Any]]):
 
 
 def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str) -> Callable[..., Any]:
-    """A form of the variant of that name, whose gate has the parts ``requires``: its options and inputs are checked."""
+    """A form of the variant ``name`` with checks of its options, inputs and gate parts (``requires``)."""
     run, taken = forms.forms[form], forms.options(form)
 
     @functools.wraps(run)
@@ -59,9 +59,10 @@ def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str) -> 
 
 
 def checked_extend(name: str, requires: tuple[str, ...], side: str, forms: FormSet) -> Callable[..., Any]:
-    """The same for its ``extend``, whose ``state`` is checked too: of the ``"linear"`` or the ``"softmax"`` side.
+    """The variant's ``extend`` with the checks of :func:`checked` and of ``state``; ``side`` is ``"linear"`` or
+    ``"softmax"``.
 
-    What it gives raises TypeError or ValueError, as a form does, and ValueError for an unknown ``form``.
+    The returned function also raises ValueError for an unknown ``form``.
     """
     taken = {form: forms.options(form) for form in (REFERENCE, *forms.forms)}
 

@@ -1,4 +1,4 @@
-"""Tokens that write with each of their Householder-like factors (DeltaProduct), as several tokens of one factor."""
+"""Tokens with n Householder-like factors, each of which writes (DeltaProduct), as n sub-tokens of one factor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from attnzoo.algebra.gate import PARTS, Gate
 
 
 def sub_tokens(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Gate]:
-    r"""n sub-tokens for every token, which the delta rule takes as T n tokens of one factor each.
+    r"""The inputs with The inputs with The inputs with n sub-tokens for every token, which the delta rule takes as T n
+    tokens of one factor each.
 
     .. math:: S_t = e^{g_t} S_{t-1} H_{t1} \cdots H_{tn} + \sum_f \beta_{tf} v_{tf} k_{tf}^\top H_{t,f+1} \cdots H_{tn},
               \qquad H_{tf} = I - \beta_{tf} k_{tf} k_{tf}^\top
 
-    The first of them has the other parts of the gate, the last one the query: its output is that of the token
+    A token's first sub-token has the other parts of its gate; its last sub-token has its query, and so its output
     (:func:`outputs`). Source: Siems et al., "DeltaProduct", 2025 (arXiv:2502.10297), section 3.
 
     Args:
@@ -46,5 +47,5 @@ def sub_tokens(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Ten
 
 
 def outputs(o: Tensor, n: int) -> Tensor:
-    """``[B, T, ...]`` of the tokens from ``[B, T n, ...]`` of their sub-tokens."""
+    """The tokens' outputs ``[B, T, ...]`` from those of their sub-tokens, ``[B, T n, ...]``."""
     return o[:, n - 1 :: n]

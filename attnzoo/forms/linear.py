@@ -30,12 +30,13 @@ from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Forms
 
 CHUNK = 64  # tokens of the longest chunk of any variant
-SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches
+SEGMENT = 1024  # tokens that a CPU computes at a time, so that its caches hold them
 
 
 @dataclass(frozen=True)
 class LinearForms(Forms):
-    r"""``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one transition.
+    r"""The forms of The forms of The forms of ``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one
+    transition.
 
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and, by keyword, what
     :class:`~attnzoo.forms.options.LinearOptions` lists, and give ``[B, T, H, V]`` in v's dtype. The state holds
@@ -55,16 +56,16 @@ class LinearForms(Forms):
     chunk_size: int = 64
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
-        """Token by token: O(T K V) operations, none of them in parallel over time."""
+        """The output token by token: O(T K V) operations, sequential in time."""
         return self._recur(*self._ready(q, k, v, gate, self._checked(q, k, v, gate, options)), None)[0]
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
-        """Masked quadratic: ``(scores * exp(d)) v`` with one T x T matrix per head."""
+        """The output ``(scores * exp(d)) v`` with one T x T matrix per head."""
         ready = self._ready(q, k, v, gate, self._checked(q, k, v, gate, options))
         return self._blockwise(*ready, None, size=q.shape[1])[0]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
-        """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
+        """The output by chunks of ``chunk_size`` tokens: quadratic inside, recurrent across them."""
         return self.whole(REFERENCE, q, k, v, gate, self._checked(q, k, v, gate, options))
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> None:
@@ -94,13 +95,13 @@ class LinearForms(Forms):
     def in_place(
         self, state: RecurrentState, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> MatrixMemory:
-        """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.in_place``."""
+        """An in-place memory for states like ``state``; see ``SoftmaxForms.in_place``."""
         return MatrixMemory.like(state, rows, device)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions
     ) -> tuple[Tensor, Tensor, Tensor, Gate, torch.dtype, float]:
-        """The inputs with what the options ask for folded in, the dtype of the output and the scale."""
+        """The inputs after ``valid``, ``write`` and other options, the dtype of the output, and the scale."""
         dtype = v.dtype
         write = gate.beta if options.delta_rule else options.write
         if options.valid is not None:
@@ -113,12 +114,13 @@ class LinearForms(Forms):
         return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
     def _heads_first(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, HeadGate]:
-        """All of it with the heads first, each query head with its own copy."""
+        """The inputs with heads before time, and a copy for each query head."""
         H, dtype = q.shape[2], compute_dtype(q)
         return heads_first(q, H, dtype), heads_first(k, H, dtype), heads_first(v, H, dtype), HeadGate.of(gate, q)
 
     def _state(self, q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
-        """The state ``[B, H, K, V]`` that the first token meets, with q ``[B, H, ..., K]`` and v ``[B, H, ..., V]``."""
+        """The state ``[B, H, K, V]`` before the first token, zeros without ``state``; q ``[B, H, ..., K]``, v
+        ``[B, H, ..., V]``."""
         if state is None:
             return q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
         return state.to(q.dtype)
@@ -149,7 +151,7 @@ class LinearForms(Forms):
             size = longest if longest < T else T
             return self._blockwise(q, k, v, gate, dtype, scale, state, size, keeps_state)
         for a in range(0, T, stride):
-            # no min of T: a compiler would carry it through every shape, and take twice as long
+            # no min(T, ...): as a symbol in every shape it doubles the time of compiling
             b = a + stride if a + stride < T else T
             size = longest if b - a > longest else b - a
             segment = q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)
@@ -165,8 +167,8 @@ class LinearForms(Forms):
         q, k, v, local = self._heads_first(q, k, v, gate)
         q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
         g = local.log_decay
-        one = not torch.compiler.is_compiling() and q.shape[2] == 1  # a graph serves more lengths
-        if state is None and not keeps_state and one:  # one block is all there is
+        one = not torch.compiler.is_compiling() and q.shape[2] == 1  # a compiled graph serves other lengths
+        if state is None and not keeps_state and one:  # a single block
             scores = self.transition.scores(q, k, local).tril_()
             o = (scores if g is None else scores * decay_between(g).exp()) @ v
         else:
@@ -175,12 +177,12 @@ class LinearForms(Forms):
             o = (scores if decay is None else scores * decay.between.exp()) @ v
             starts, state = self._states(block, v, decay, self._state(q, v, state))
             block_q = block.q if decay is None else block.q * decay.entry.exp()[..., None]
-            o = o.add_(block_q @ starts)  # in place: fresh memory is slow
+            o = o.add_(block_q @ starts)  # in place, as new memory is slow
         o = o.mul_(scale)
         return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), state
 
     def _states(self, block: ClosedForm, v: Tensor, decay: Decay | None, S: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each block, ``[B, H, N, K, V]``, and that after the last one."""
+        """The state before each block, ``[B, H, N, K, V]``, and the state after the last."""
         keys = block.k if decay is None else block.k * decay.exit.exp()[..., None]
         decays = None if decay is None else decay.total.exp()[..., None, None].unbind(2)
         totals = None if block.total is None else block.total.unbind(2)

@@ -1,4 +1,4 @@
-"""Packed sequences on a CPU, where their lengths can be read: as rows of like lengths, each form at its usual speed."""
+"""Packed sequences on a CPU as padded rows of similar lengths, for forms without packing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from attnzoo.algebra.gate import Gate
 
 
 def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
-    """``form`` on packed sequences, with those of like lengths beside each other as rows.
+    """The output of ``form`` on packed sequences, which run as rows grouped by similar length.
 
-    Rows are filled up behind their last token, which no earlier one sees, to at most twice their length.
+    Rows are padded at the end, which no token sees, to at most twice their length.
 
     Args:
-        form: ``form(q, k, v, gate, options)`` of whole sequences; gives ``[B, T, ...]`` or a tuple of such.
+        form: ``form(q, k, v, gate, options)`` of whole sequences, which returns ``[B, T, ...]`` or a tuple of such.
         q, k, v, gate: one row ``[1, T, ...]`` of packed sequences.
-        options: of the form, ``cu_seqlens`` among them, all checked.
+        options: the form's checked options, with ``cu_seqlens``.
     """
     borders = options.cu_seqlens.long()
     per_token = {name: x for name in ("valid", "write") if (x := getattr(options, name, None)) is not None}
     starts, lengths = borders[:-1], borders.diff()
     like = lengths.new_tensor([n.bit_length() for n in lengths.tolist()])
-    place = lengths.new_empty(q.shape[1])  # of each token among the outputs
+    place = lengths.new_empty(q.shape[1])  # index of each token in the outputs
     outputs: list[tuple[Tensor, ...]] = []
     used, single = 0, True
     for size in like[lengths > 0].unique().tolist():

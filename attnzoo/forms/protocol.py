@@ -1,4 +1,4 @@
-"""What a variant's file ends in: one object, ``FORMS``, that answers for every form of the variant.
+"""The protocol of ``FORMS``, the object in a variant's file that has all forms of the variant.
 
 The registry, the layer and ``attnzoo verify`` know a variant only through the four members of :class:`FormSet`.
 :class:`Forms` implements them for a set of reference forms and any number of :class:`Kernel`; the two sides
@@ -19,20 +19,20 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.errors import nearest
 from attnzoo.forms.options import Options
 
-REFERENCE = "reference"  # what runs everywhere: plain PyTorch
+REFERENCE = "reference"  # the form in plain PyTorch, which runs everywhere
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call, as a form is asked whether it can serve it.
+    """The inputs and options of one call, by which a form decides whether it can serve it.
 
     Args:
         q: ``[B, T, H, K]``.
         k: ``[B, T, G, K]``.
         v: ``[B, T, G, V]``.
         gate: the parts that the variant requires.
-        state: what an earlier call gave, or None.
-        keeps_state: whether the state after the last token is wanted.
+        state: the state of an earlier call, or None.
+        keeps_state: whether the state after the last token is to be returned.
         options: the keyword options of the call, by name, without those that are at their defaults: a mapping, or the
             :class:`~attnzoo.forms.options.Options` of a layer, which is one.
     """
@@ -48,7 +48,7 @@ class Call:
 
 @runtime_checkable
 class FormSet(Protocol):
-    """What ``FORMS`` of a variant's module must offer."""
+    """The members that ``FORMS`` of a variant's module must have."""
 
     @property
     def forms(self) -> Mapping[str, Callable[..., Any]]:
@@ -58,16 +58,16 @@ class FormSet(Protocol):
         """The keyword options that a form honours; ``"reference"`` stands for :meth:`extend` without a ``form``."""
 
     def refuses(self, form: str, call: Call) -> str:
-        """Why a form cannot serve a call on these tensors and this machine, or ""."""
+        """The reason why a form cannot serve a call on these tensors and this machine, or ""."""
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
     ) -> tuple[Any, Any]:
-        """Continue from ``state`` (None: empty) with one token or many, by ``form``.
+        """The output of one or more tokens after ``state`` (None: empty) by ``form``, and the new state.
 
         Returns:
-            What the form gives, and the state after the last token. Every form that keeps a state takes one that
-            any other of the variant has left, ``"reference"`` among them.
+            The form's output, and the state after the last token. Every form with states takes those of every other
+            form of the variant, ``"reference"`` included.
         """
 
 
@@ -84,14 +84,15 @@ class Kernel:
             (:mod:`attnzoo.forms.options`), checked. Where ``honours`` is None: ``run(q, k, v, gate, *, ...)``, whose
             keyword-only parameters are the options it honours.
         extend: ``extend(q, k, v, gate, state, options) -> (output, state)``, or by keyword as ``run``; None where it
-            keeps no state.
-        refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
-        explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
-        brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
-        parts: of a gate, that it reads; None: whatever it is given.
-        in_place: ``in_place(state, rows, tokens, device)`` gives a memory whose steps run on it
-            (:mod:`attnzoo.forms.caches.inplace`), or None where it cannot serve them.
-        honours: names of the options that it takes.
+            has no states.
+        refuses: a function of a :class:`Call` that returns why it cannot be served, or "". It need not check the
+            options' names.
+        explain: a function of a :class:`Call` that returns the kernels it runs on, and why no faster ones, or "".
+        brief: whether the kernel is for a few tokens at a time, so that refusing more is not reported.
+        parts: gate parts that the kernel reads; None for all.
+        in_place: ``in_place(state, rows, tokens, device)`` returns an in-place memory for the kernel's steps
+            (:mod:`attnzoo.forms.caches.inplace`), or None where it has none.
+        honours: names of the options that the kernel takes.
     """
 
     run: Callable[..., Any]
@@ -110,21 +111,22 @@ class Kernel:
         return self.run(q, k, v, gate, options)
 
     def go_on(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Options) -> tuple[Any, Any]:
-        """The output after ``state``, and the state after that."""
+        """The output after ``state``, and the new state."""
         assert self.extend is not None
         if self.honours is None:
             return self.extend(q, k, v, gate, state, **options.given())
         return self.extend(q, k, v, gate, state, options)
 
     def takes(self, steps: bool, whole: Sequence[str]) -> frozenset[str]:
-        """Names of the options that it honours on whole sequences, or in ``steps``, which know none of ``whole``."""
+        """The names of the options honoured on whole sequences, or in ``steps``, where options in ``whole`` do not
+        exist."""
         if self.honours is not None:
             return self.honours.difference(whole) if steps else self.honours
         function = self.extend if steps else self.run
         return frozenset() if function is None else frozenset(keywords(function))
 
     def knows(self, parts: Iterable[str]) -> bool:
-        """Whether it reads all of these parts of a gate: another it would leave out."""
+        """Whether the kernel reads all of these gate parts."""
         return self.parts is None or self.parts.issuperset(parts)
 
 
@@ -139,13 +141,13 @@ class Forms:
     """Reference forms and kernels of one variant; see :class:`FormSet`.
 
     Args:
-        kernels: by the name of the form: ``"triton"`` and ``"fla"`` are what ``impl="auto"`` tries on a GPU.
+        kernels: kernels by the name of their form; ``impl="auto"`` tries ``"triton"`` and ``"fla"`` on a GPU.
     """
 
     REFERENCES: ClassVar[tuple[str, ...]] = ()  # reference forms of whole sequences
-    OPTIONS: ClassVar[type[Options]]  # what the forms take by keyword
-    STATE: ClassVar[type]  # what remembers past tokens
-    WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options of whole sequences, which have no state
+    OPTIONS: ClassVar[type[Options]]  # dataclass of the options
+    STATE: ClassVar[type]  # class of the state
+    WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options that exist for whole sequences alone
     OF_KERNELS: ClassVar[tuple[str, ...]] = ()  # options that change nothing in the reference forms
 
     kernels: Mapping[str, Kernel] = field(default_factory=dict, kw_only=True)
@@ -173,7 +175,7 @@ class Forms:
         return self._taken(form, steps=form == REFERENCE)
 
     def _taken(self, form: str, steps: bool) -> tuple[str, ...]:
-        """The options that a form honours on whole sequences, or in ``steps``, in their order."""
+        """The options that a form honours on whole sequences, or in ``steps``, in the order of their declaration."""
         names: tuple[str, ...] = self.OPTIONS.__match_args__  # its fields
         kernel = self.kernels.get(form)
         if kernel is None:
@@ -199,21 +201,22 @@ class Forms:
         return kernel.refuses(call)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> None:
-        """The options fit the inputs, which fit each other.
+        """Raise where the options do not fit the inputs, or the inputs do not fit each other.
 
         Raises:
-            TypeError, ValueError: they do not.
+            TypeError, ValueError: an input or option that does not fit.
         """
         raise NotImplementedError
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
     ) -> tuple[Any, Any]:
-        """Continue from ``state`` (None: empty) with one token or many; see :meth:`FormSet.extend`.
+        """The output of one or more tokens after ``state`` (None: empty), and the new state; see
+        :meth:`FormSet.extend`.
 
         Raises:
             TypeError: a state of another kind.
-            ValueError: a form that keeps no state.
+            ValueError: a form without states.
         """
         kernel = self.kernels.get(form)
         if kernel is not None and kernel.honours is None and kernel.extend is not None:
@@ -224,17 +227,19 @@ class Forms:
         return self.go_on(form, q, k, v, gate, state, given)
 
     def check_state(self, state: Any) -> None:
-        """``state`` is None or what remembers past tokens.
+        """Raise where ``state`` is neither None nor of this side's class.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: another object.
         """
         if state is not None and not isinstance(state, self.STATE):
             raise TypeError(f"state: expected attnzoo.{self.STATE.__name__} or None, got {type(state).__name__}")
 
     def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Any) -> Any:
-        """The output for whole sequences of a kernel, or of the fastest reference form (``REFERENCE``), which the sides
-        have each their own; inputs and options have been checked."""
+        """The output for whole sequences of a kernel, or of the side's fastest reference form (``REFERENCE``).
+
+        Inputs and options have been checked.
+        """
         return self.kernels[form].whole(q, k, v, gate, options)
 
     def go_on(
@@ -251,7 +256,7 @@ class Forms:
         return kernel.go_on(q, k, v, gate, state, options)
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Any) -> tuple[Any, Any]:
-        """``extend`` of the reference: both sides have their own."""
+        """The reference form's ``extend``, which each side implements."""
         raise NotImplementedError
 
 
@@ -262,10 +267,10 @@ def keywords(run: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def check_options(what: str, given: Iterable[str], taken: Iterable[str]) -> None:
-    """Every option that is given is one that is taken.
+    """Raise where a given option is not among ``taken``.
 
     Raises:
-        TypeError: one that is not; the message lists those that are and names the nearest.
+        TypeError: an unknown option; the message lists the known ones and the nearest.
     """
     taken = tuple(taken)
     for name in given:

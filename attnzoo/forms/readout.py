@@ -1,4 +1,4 @@
-"""From the logits of a block of rows to its output: what is hidden from a row, the softmax, and the sink."""
+"""The softmax readout of a block of rows: masks, log-sum-exp, and the sink."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
 
 def least_logit(dtype: torch.dtype) -> float:
-    """A logit that is below every score, and whose arithmetic never makes a NaN, as that of -inf would."""
+    """A finite logit below every score, which masks without the NaN of -inf - -inf."""
     return torch.finfo(dtype).min / 4
 
 
@@ -32,12 +32,12 @@ def logits_of(scores: Tensor, given: SoftmaxOptions, decay: Tensor | None = None
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Which keys a window lets each of S tokens see: itself and those before it that exist, ``window`` in all.
+    """The window of each of S tokens: its own key and those of tokens before it, ``window`` in all without padding.
 
     Args:
         window: tokens, padding not counted.
-        starts: the first key that each token sees, ``[B or 1, S]``.
-        padded: whether some tokens do not exist; then ``starts`` must be read to know where it begins.
+        starts: the first visible key of each token, ``[B or 1, S]``.
+        padded: whether there is padding, so that the first visible key must be read from ``starts``.
     """
 
     window: int
@@ -46,7 +46,7 @@ class Band:
 
     @staticmethod
     def of(window: int | None, valid: Tensor | None, tokens: int, device: torch.device) -> Band | None:
-        """The band over ``tokens`` tokens of which ``valid [B, tokens]`` exist; None where the window hides nothing."""
+        """The band over ``tokens`` tokens with mask ``valid [B, tokens]``; None where the window hides nothing."""
         if window is None or window >= tokens:
             return None
         if valid is None:
@@ -56,13 +56,13 @@ class Band:
         return Band(window, torch.searchsorted(rank, rank - window, right=True), True)
 
     def first(self, row: int) -> int:
-        """The first key that any row from ``row`` on may see; 0 where that cannot be known without waiting."""
+        """The first visible key of all rows from ``row`` on; 0 where reading it would wait for the device."""
         if not self.padded:
             return max(0, row - self.window + 1)
         return int(self.starts[:, row].min()) if readable(self.starts) else 0
 
     def hidden(self, start: int, stop: int, first: int) -> Tensor:
-        """Which of the keys ``first .. stop`` are too old for the rows ``start .. stop``, ``[B or 1, 1, C, n]``."""
+        """The mask of keys ``first .. stop`` beyond the window of rows ``start .. stop``, ``[B or 1, 1, C, n]``."""
         keys = torch.arange(first, stop, device=self.starts.device)
         return (keys < self.starts[:, start:stop, None])[:, None]
 
@@ -71,14 +71,14 @@ def block_logits(
     scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None,
     given: SoftmaxOptions,
 ) -> Tensor:  # fmt: skip
-    """Logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf where the weight is nothing.
+    """The logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf for masked keys.
 
     Args:
-        scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Later ones than a row are not read.
+        scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Keys after a row are not read.
         log_decay: gates of all S tokens, ``[B, H, S]``, closed ones too.
-        valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
-        first_kept: first key that the block may see, ``[B, H]``, or None.
-        hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
+        valid: mask of keys that are no padding, ``[B, 1 or H, S]``, or None for all.
+        first_kept: first computed key of the block, ``[B, H]``, or None.
+        hidden: mask of keys beyond a row's window, ``[B or 1, 1, C, S]`` bool, or None.
         given: options of the call.
     """
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
@@ -97,7 +97,7 @@ def block_logits(
         logits = logits.masked_fill(hidden, least)
     future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
     logits = logits.masked_fill(future, -torch.inf)
-    tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers
+    tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # smaller exponentials would be denormals, which are slow
     return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
 
 
@@ -106,7 +106,7 @@ def near_lse(
 ) -> Tensor:
     """Log-sum-exp of each row over near keys, a lower bound of the whole row's: what the kernels of FoX prune by.
 
-    Near are the keys of a row's own ``ROW_UNIT`` rows and of ``NEAR_UNITS`` units of keys before them.
+    Near keys are those of the row's own unit of ``ROW_UNIT`` rows, and ``NEAR_UNITS`` units of keys before it.
 
     Args:
         q: scaled queries ``[B, H, T, K]``, the last T of S tokens.
@@ -134,7 +134,8 @@ def near_lse(
 def block_lse(
     scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | None, band: Band | None, given: SoftmaxOptions
 ) -> Tensor:
-    """Log-sum-exp ``[B, H, C]`` of a block of rows over the keys from ``first`` up to it; reads the matrix few times.
+    """The log-sum-exp ``[B, H, C]`` of a block of rows over the keys from ``first`` up to it, in few passes over the
+    scores.
 
     Args:
         scores: ``[B, H, C, n]``, scaled; the last C keys are the block's own. Changed.
@@ -159,8 +160,8 @@ def block_lse(
 
 
 def decay_to(log_decay: Tensor, P: int) -> Tensor:
-    """The decay of each of the first P keys up to the last of them, summed from there backwards, ``[..., P]``."""
-    if not P:  # a compiler before torch 2.8 cannot pad what is empty
+    """The log-decay from each of the first P keys to the last of them, summed backwards, ``[..., P]``."""
+    if not P:  # torch.compile before 2.8 cannot pad an empty tensor
         return log_decay[..., :0]
     later = log_decay[..., 1:P]
     later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, 1))
@@ -175,7 +176,7 @@ def readout(logits: Tensor, v: Tensor, given: SoftmaxOptions) -> tuple[Tensor, T
 
 
 def attend_with_sink(o: Tensor, lse: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """o ``[B, H, T, V]`` and its log-sum-exp ``[B, H, T]`` with a further logit per head, ``sink [H]``, of value 0."""
+    """The output o ``[B, H, T, V]`` and log-sum-exp ``[B, H, T]`` after adding the logit ``sink [H]`` with value 0."""
     if sink is None or lse is None:
         return o, lse
     sink = sink.to(lse.dtype)[:, None]

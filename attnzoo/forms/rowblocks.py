@@ -33,13 +33,13 @@ from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions
 from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
 SIZES = (1024, 128)  # rows per fused block
-CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
+CALM = 20.0  # largest log-decay over a block for the fused kernel
 PLAIN = 128  # rows per block in plain operations
-LANES = 16  # keys below which PyTorch's CPU kernels look for the largest logit one by one, and pass over NaN
+LANES = 16  # with fewer keys PyTorch's CPU kernels ignore NaN in the maximum of the logits
 
 
 def _fused(name: str) -> Callable[..., Any] | None:
-    """One of PyTorch's own fused CPU kernels, which are private: None where this version does not have it."""
+    """A private fused CPU kernel of PyTorch, or None where this version does not have it."""
     return getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
 
 
@@ -58,10 +58,10 @@ def causal_attention(
     band: Band | None = None,
     given: SoftmaxOptions = NOTHING_ASKED,
 ) -> tuple[Tensor, Tensor | None]:
-    """The last T of S tokens attend to all before them.
+    """The attention of the last T of S tokens to all tokens up to each.
 
-    On a CPU each head takes the block size that its decay allows, and in float32 keys whose weight is certified to be
-    below the square of its rounding are left out: they are lost in the sum, and their tiny exponentials are slow.
+    On a CPU each head uses the block size that its decay allows. In float32, keys whose weight is certified to be below
+    the square of the rounding error are skipped: they do not change the sum, and their tiny exponentials are slow.
 
     Args:
         q: scaled queries ``[B, H, T, K]``.
@@ -69,19 +69,21 @@ def causal_attention(
         v: ``[B, H, S, V]``.
         log_decay: gates ``[B, H, S]`` <= 0, closed ones too, or None.
         valid: keys that exist, ``[B, S]`` bool, or None for all.
-        first_kept: first key that each block of ``rows`` rows may see, ``[B, H, ceil(T / rows)]``, or None.
+        first_kept: first computed key of each block of ``rows`` rows, ``[B, H, ceil(T / rows)]``, or None.
         rows: rows per block of ``first_kept``.
         band: which keys a window lets the S tokens see, or None for all.
         given: options of the call.
 
     Returns:
-        ``[B, H, T, V]``, and ``[B, H, T]`` or None. A row without any valid key is finite and means nothing.
+        o ``[B, H, T, V]``, and the log-sum-exp ``[B, H, T]`` or None. Rows without a visible key are finite but
+        arbitrary.
     """
     B, H, T, K = q.shape
     S, V, with_lse = k.shape[2], v.shape[3], given.return_lse or given.sink is not None
     fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
-    plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)  # a compiled length stays open
+    # a compiled graph serves other lengths
+    plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
         if width != K or width != V:
@@ -122,10 +124,9 @@ def causal_attention(
 
 
 def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
-    """First key of each row block that is not certified to be nothing.
+    """The first key of each row block whose weight is not certified to be negligible.
 
-    In float64 only closed gates count: its exponentials have room for all others, and what a row sums then does not
-    depend on the rows after it, bit for bit.
+    In float64 only closed gates hide keys, so that a row's sum does not depend on later rows, bit for bit.
     """
     if q.dtype == torch.float64:
         return keys_behind_closed(log_decay, torch.arange(k.shape[2] - q.shape[2], k.shape[2], rows, device=q.device))
@@ -133,7 +134,8 @@ def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
 
 
 def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows per block for each head of ``[1, heads, T]``: the largest in which it is calm, or 0, ``[heads]``."""
+    """The rows per block for each head of gates ``[1, heads, T]``: the largest size with log-decays up to ``CALM``, or
+    0."""
     loss = -gates[0].detach()
     size = loss.new_zeros(loss.shape[:1], dtype=torch.long)
     for rows in sorted(sizes):
@@ -146,9 +148,10 @@ def _plain_rows(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, rows: int,
     band: Band | None = None, given: SoftmaxOptions = NOTHING_ASKED,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
+    """The attention by row blocks in plain operations, for any gates and device; the backward pass computes blocks
+    again."""
     T, S = q.shape[2], k.shape[2]
-    if first_kept is None and band is None and T <= 2 * PLAIN:  # one block
+    if first_kept is None and band is None and T <= 2 * PLAIN:  # a single block
         return _plain_block(q, k, v, log_decay, valid, None, None, given)
     if first_kept is None:
         rows = PLAIN if band is not None else 2 * PLAIN
@@ -180,7 +183,7 @@ def _plain_block(
 
 
 class _Whole(torch.autograd.Function):
-    """All rows at once on the fused kernel, without gates."""
+    """The autograd function of attention by the fused kernel, all rows at once, without gates."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -204,8 +207,8 @@ def _open_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
 def _twice(
     ctx: Any, form: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``inputs`` through ``form``, which have gradients themselves; None where none is expected."""
-    own = [x.view_as(x) for x in inputs]  # one of them may be computed from another
+    """The gradients of ``inputs`` through ``form``, differentiable again; None where no gradient is needed."""
+    own = [x.view_as(x) for x in inputs]  # views, as one input may be computed from another
     outputs = [x for x in form(*own) if x is not None]
     asked = [n for n in range(len(own)) if ctx.needs_input_grad[n]]
     found = torch.autograd.grad(outputs, [own[n] for n in asked], grads[: len(outputs)], create_graph=True)
@@ -214,7 +217,8 @@ def _twice(
 
 
 class _RowBlocks(torch.autograd.Function):
-    """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
+    """The autograd function of row blocks on the fused kernel, for finite gates with log-decays up to ``CALM`` per
+    block."""
 
     @staticmethod
     def forward(
@@ -248,7 +252,7 @@ class _RowBlocks(torch.autograd.Function):
         plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows, ctx.with_lse)
         do = plan.rows_of(F.pad(grads[0], (0, o.shape[-1] - V)))
         if ctx.with_lse:
-            # the kernel takes sum(do * o) off every row: one more channel, of value 0, puts dlse in it
+            # the kernel subtracts sum(do * o) per row; a further channel of value 0 adds dlse to it
             o = o.clone()
             o[..., V] = -plan.rows_of(grads[1][..., None])[..., 0]
             do[..., V] = 1.0
@@ -283,7 +287,7 @@ class _Plan:
         self.k = F.pad(_widen(k, width), (0, 0, 0, filler))
         self.k[..., self.K + 1] = 1.0
         self.v = F.pad(_widen(v, width), (0, 0, 0, filler))
-        # a closed gate is in the past here, and first_kept lies behind it: it may count as open
+        # keys before a closed gate are already skipped by first_kept, so it may count as open
         gates = log_decay.masked_fill(is_closed(log_decay), 0.0)
         self.c = running_sum(F.pad(gates, (0, filler)), -1, torch.float64)
         self.hidden = None if valid is None else F.pad(~valid, (0, filler)).expand(self.c.shape)
@@ -295,7 +299,7 @@ class _Plan:
         return rearrange(F.pad(x, (0, 0, 0, -self.T % self.rows)), "b h (n c) x -> b h n c x", c=self.rows)
 
     def own(self, x: Tensor) -> Tensor:
-        """The keys of the row blocks themselves, ``[B, H, N, C, ...]``."""
+        """The part of x at the row blocks' own keys, ``[B, H, N, C, ...]``."""
         return rearrange(x[:, :, self.past :], "b h (n c) ... -> b h n c ...", c=self.rows)
 
     def within(self, x: Tensor) -> Tensor:
@@ -304,14 +308,14 @@ class _Plan:
         return F.pad(sum_to_the_end(blocks, -1).flatten(-2), (self.past, 0))
 
     def before(self) -> Iterator[tuple[int, int, int]]:
-        """(block, first key, end) of the keys left of each block."""
+        """Yield (block, first key, end) of the keys before each block."""
         for n, first in enumerate(self.first_kept.amin(dim=(0, 1)).tolist()):
             stop = self.past + n * self.rows
             if first < stop:
                 yield n, first, stop
 
     def _keys(self, n: int, first: int, stop: int) -> Tensor:
-        """Keys left of a block with their decay up to it in the bias channel."""
+        """The keys before block n, with their decay up to it in the bias channel."""
         bias = (self.c[..., stop - 1 : stop] - self.c[..., first:stop]).to(self.k.dtype)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[..., first:stop], least_logit(bias.dtype))
@@ -341,14 +345,14 @@ class _Plan:
         return keys
 
     def inside(self) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, N, C, width]`` and log-sum-exp ``[B, H, N, C]`` of every block over its own keys."""
+        """The output ``[B, H, N, C, width]`` and log-sum-exp ``[B, H, N, C]`` of every block over its own keys."""
         shape = self.q.shape[1:3]
         flat = (x.flatten(1, 2) for x in (self.q, self._own_keys(), self.own(self.v)))
         o, lse = cast(Any, _forward)(*flat, is_causal=True, scale=1.0)
         return o.unflatten(1, shape).contiguous(), lse.unflatten(1, shape) + self.entry
 
     def inside_backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq ``[B, H, N, C, width]`` and dk, dv ``[B, H, S + filler, width]`` of the blocks over their own keys."""
+        """The gradients dq ``[B, H, N, C, width]``, dk and dv ``[B, H, S + filler, width]`` of the blocks' own keys."""
         flat = (do, self.q, self._own_keys(), self.own(self.v), o, lse - self.entry)
         grads = cast(Any, _backward)(*(x.flatten(1, 2).contiguous() for x in flat), 0.0, True, scale=1.0)
         dq, dk, dv = (x.unflatten(1, self.q.shape[1:3]).contiguous() for x in grads)

@@ -26,24 +26,24 @@ from attnzoo.kernels.common.constants import KEY_UNIT
 
 ROWS = 128
 
-COMPILES_CHECKPOINTS = Version(torch.__version__) >= Version("2.13")  # earlier compilers fail on those below
+COMPILES_CHECKPOINTS = Version(torch.__version__) >= Version("2.13")  # earlier compilers fail on the checkpoints below
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 
 
 @dataclass(frozen=True)
 class SoftmaxForms(Forms):
-    r"""``o_t = sum_j softmax_j(s_tj + d_tj) v_j`` for one transition.
+    r"""The forms of The forms of The forms of ``o_t = sum_j softmax_j(s_tj + d_tj) v_j`` for one transition.
 
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and, by keyword, what
     :class:`~attnzoo.forms.options.SoftmaxOptions` lists, and give ``[B, T, H, V]`` in v's dtype.
 
-    A row block computes its own scores in closed form; for earlier keys the queries are carried back to the
-    start of the block, and the keys have been carried up to there.
+    A row block computes its own scores in closed form. For earlier keys, its queries are carried back to the start of
+    the block, to which those keys have been carried.
 
     Args:
         transition: the matrix part of the gate.
-        store: how keys are kept.
+        store: the store of cached keys.
         kernels: forms beside ``recurrent`` and ``parallel``.
     """
 
@@ -55,13 +55,13 @@ class SoftmaxForms(Forms):
     store: KeyStore = field(default=CarriedKeys(), kw_only=True)
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
-        """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
+        """The output of all tokens in blocks of rows, in memory O(T) without a T x T matrix."""
         given = SoftmaxOptions(**options)
         self.check(q, k, v, gate, given)
         return self.whole(REFERENCE, q, k, v, gate, given)
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
-        """Token by token with a KV cache; softmax attention has no state of finite size."""
+        """The output token by token with a KV cache, as softmax attention has no state of fixed size."""
         given = SoftmaxOptions(**options)
         self.check(q, k, v, gate, given)
         q, k, v, gate = self._ready(q, k, v, gate, given)
@@ -124,14 +124,14 @@ class SoftmaxForms(Forms):
     def in_place(
         self, state: Any, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> Memory:
-        """The memory of steps that change it in place.
+        """An in-place memory for steps of a batch.
 
         Args:
-            state: of one sequence that has seen a token, for shapes and dtypes.
-            rows: of the batch.
-            tokens: of the longest sequence that there will be.
-            device: of the memory; ``"meta"`` shows how much there will be of it.
-            paged: whether keys lie in pages; None for wherever that can be, and for the kernel of the variant.
+            state: the state of one sequence that has seen a token, for shapes and dtypes.
+            rows: the rows of the batch.
+            tokens: tokens of the longest sequence.
+            device: device of the memory; ``"meta"`` to measure its size.
+            paged: whether keys lie in pages; None: where they can, with the variant's kernel.
 
         Raises:
             ValueError: ``paged`` for keys that transitions carry; False, or no kernel, for a state in pages.
@@ -141,36 +141,36 @@ class SoftmaxForms(Forms):
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor, Gate]:
-        """The inputs without what does not exist."""
+        """The inputs with zeros and neutral gates at padding."""
         gate = self.separated(gate, q, options.valid, options.cu_seqlens)
         if options.valid is not None:
             q, k, v = existing(options.valid, q, k, v)
         return q, k, v, gate
 
     def _output(self, o: Tensor, lse: Tensor | None, options: SoftmaxOptions, dtype: torch.dtype) -> Output:
-        """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
+        """A form's return value, from the output ``[B, H, T, V]`` and log-sum-exp over keys, without the sink."""
         if options.sink is not None:
             o, lse = attend_with_sink(o, lse, options.sink)
         o = o.transpose(1, 2).to(dtype)
         return (o, cast(Tensor, lse).transpose(1, 2)) if options.return_lse else o
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
-        """The gate of tokens of which some do not exist, or that are of several sequences."""
+        """The gate with neutral parts at padding, and closed at borders of packed sequences."""
         return separated(gate, q, valid, cu_seqlens)
 
     def place(
         self, q: Tensor, k: Tensor, gate: Gate, state: Any, valid: Tensor | None, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q and k with what moves them once folded in, the cache's new phase, and the angle of all new tokens.
+        """q and k after the rotation by their absolute phase, the cache's new phase, and the angle of all new tokens.
 
-        ``dtype`` is that of a kernel that is to read them, None without one; they may come out in it.
+        With ``dtype``, the dtype of a kernel, q and k may be rounded to it.
         """
         return q, k, None, None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None, KVCache]:
-        """o ``[B, H, T, V]`` without the sink, its log-sum-exp ``[B, H, T]`` where one is needed, and the new state."""
+        """The output ``[B, H, T, V]`` without the sink, the log-sum-exp ``[B, H, T]`` if needed, and the new state."""
         (B, T, H, _), G, scaled = q.shape, k.shape[2], scaled_queries(q, options.scale)
         dtype = scaled.dtype
         gate = gate.per_token(q)
@@ -182,7 +182,7 @@ class SoftmaxForms(Forms):
             k, cast(Tensor, append(past.v, v)), log_decay, append_valid(state, options.valid, k), carried=True
         )
         keys, values = heads_first(k, H, dtype), heads_first(new.v, H, dtype)
-        carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S]: laid out as a state, to be carried as one
+        carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S], the layout of a state, for carry
         local = HeadGate.of(gate, q)
         decay = torch.zeros(B, H, P + T, dtype=dtype, device=q.device)
         if log_decay is not None:
@@ -197,7 +197,7 @@ class SoftmaxForms(Forms):
             first_kept = first_kept_keys(
                 scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
             )  # fmt: skip
-        again = T > 1 and not in_transform()  # one row keeps little but what is carried
+        again = T > 1 and not in_transform()  # recomputing a single row would save little memory
         again = again and records(scaled, keys, values, decay, carried, *(getattr(local, part) for part in local.parts))
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
         outputs = []
@@ -222,10 +222,10 @@ class SoftmaxForms(Forms):
     def _attend_whole(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`_attend` of whole sequences, which leave no state."""
+        """The output and log-sum-exp of :meth:`_attend` for whole sequences, without a state."""
         T, H = q.shape[1:3]
         given = q, k, v, *(getattr(gate, part) for part in gate.parts)
-        traced = in_transform() or torch.compiler.is_compiling()  # a graph serves more lengths than one block
+        traced = in_transform() or torch.compiler.is_compiling()  # a compiled graph serves other lengths than one block
         if traced or T > ROWS or options.prune is not None or records(*given):
             return self._attend(q, k, v, gate, None, options)[:2]
         local = HeadGate.of(gate, q)
@@ -244,9 +244,9 @@ class SoftmaxForms(Forms):
         self, q: Tensor, k: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
         band: Band | None, given: SoftmaxOptions,
     ) -> Tensor:  # fmt: skip
-        """Log-sum-exp of each row over its own ``KEY_UNIT`` keys and those before: what PaTH's kernels prune by.
+        """The log-sum-exp ``[B, H, T]`` of each row over its own unit of ``KEY_UNIT`` keys and the unit before.
 
-        Arguments as ``_rows``, of all tokens; gives ``[B, H, T]``.
+        PaTH's kernels prune by it. The arguments are those of ``_rows`` for all tokens.
         """
         T, P = q.shape[2], carried.shape[-1]
         before, found = carried[..., -KEY_UNIT:].mT, []
@@ -263,7 +263,8 @@ class SoftmaxForms(Forms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
         first_kept: Tensor | None, band: Band | None, given: SoftmaxOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        """One block of C rows over ``carried`` ``[B, H, K, P]`` and itself: output, log-sum-exp, new ``carried``."""
+        """The output, log-sum-exp and new ``carried`` of a block of C rows over ``carried`` ``[B, H, K, P]`` and
+        itself."""
         block = self.transition.block(q, k, gate)
         P, C = carried.shape[-1], q.shape[2]
         first = 0 if band is None else min(band.first(P), P)
@@ -279,6 +280,6 @@ class SoftmaxForms(Forms):
 
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Outputs and log-sum-exps of blocks of rows, one after the other."""
+    """The concatenated outputs and log-sum-exps of blocks of rows."""
     o, lse = zip(*blocks, strict=True)
     return torch.cat(o, 2), None if lse[0] is None else torch.cat(lse, 2)

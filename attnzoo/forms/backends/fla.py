@@ -1,8 +1,8 @@
-"""The ``fla`` forms: our algebra on the chunk kernels of flash-linear-attention, where they can be trusted.
+"""The ``fla`` forms, which run on the chunk kernels of flash-linear-attention where these are correct.
 
-Imported lazily; every function raises ``UnavailableError`` with the reason where the kernels do not serve. They work
-with differences of sums of gates, in which -inf would be NaN: a closed gate is one of ``CLOSED_AS``, and what it lets
-through is below the rounding of float32.
+The library is imported lazily; every form raises ``UnavailableError`` with the reason where the kernels do not serve.
+The kernels subtract sums of gates, where -inf would give NaN. So a closed gate is passed as ``CLOSED_AS``, whose
+exponential is below the rounding of float32.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ logger = logging.getLogger("attnzoo.fla")
 
 
 def _version() -> str:
-    for name in ("fla-core", "flash-linear-attention"):  # the kernels, or all of it
+    for name in ("fla-core", "flash-linear-attention"):  # the kernels alone, or the whole library
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return ""
 
 
 def outdated(version: str) -> str:
-    """Why a version of flash-linear-attention does not serve, or "".
+    """The reason why a version of flash-linear-attention does not serve, or "".
 
-    Before 0.6 packed sequences beside an empty one are computed as others, and on Hopper the backward of a scalar decay
-    is refused with any Triton from 3.4 on, or wrong.
+    Before 0.6 results of packed sequences are wrong beside an empty one, and on Hopper the backward pass of a scalar
+    decay is refused with Triton 3.4 or later, or wrong.
     """
     if not version or Version(version).release >= (0, 6):
         return ""
@@ -62,23 +62,23 @@ def outdated(version: str) -> str:
 
 
 def miscompiling(triton: str) -> str:
-    """The version of Triton, if it is one that miscompiles the backward of a scalar decay on Hopper, else ""."""
+    """The version of Triton if it miscompiles the backward pass of a scalar decay on Hopper, else ""."""
     return triton if triton and Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 
 INSTALLED = importlib.util.find_spec("fla") is not None
-VERSION = _version()  # read here, as compilers cannot trace the reading; "" if there is none, or none is said
+VERSION = _version()  # read at import, as compilers cannot trace it; "" if not installed or unknown
 OUTDATED = outdated(VERSION)
 MISCOMPILING = miscompiling(installed_triton())
-DEVICE = "cuda"  # its kernels run there
+DEVICE = "cuda"  # the device of its kernels
 CLOSED_AS = -80.0  # exp of it is 2e-35
-LEAST_CHANNELS = 16  # of a product on tensor cores
-LEAST_ON_HOPPER = 64  # ptxas 12.8, of Triton 3.6 and 3.7, leaves out operands' addresses of narrower tiles
+LEAST_CHANNELS = 16  # least channels of a product on tensor cores
+LEAST_ON_HOPPER = 64  # ptxas 12.8 (Triton 3.6 and 3.7) miscompiles narrower tiles
 MOST_DELTA_CHANNELS = 256
 
 
 def fla_unavailable(call: Call) -> str:
-    """Why flash-linear-attention cannot serve a call, or "".
+    """The reason why flash-linear-attention cannot serve a call, or "".
 
     Its delta-rule kernels take 16-bit inputs only.
     """
@@ -122,10 +122,10 @@ def fla_unavailable(call: Call) -> str:
 
 @cached_in_traces
 def _broken() -> str:
-    """Why flash-linear-attention cannot be imported, or "": it imports transformers where that is installed."""
+    """The reason why flash-linear-attention, which imports transformers if installed, cannot be imported, or ""."""
     try:
         importlib.import_module("fla")
-    except Exception as error:  # what other packages raise
+    except Exception as error:  # errors of other packages
         return f"flash-linear-attention cannot be imported: {error!r} (pip install -U 'attnzoo[fla]')"
     return ""
 
@@ -135,19 +135,20 @@ def _hopper(q: Tensor) -> bool:
 
 
 def _per_token(gate: Gate) -> bool:
-    """Whether there is a scalar decay that is not one constant per head, which has kernels without its gradient."""
+    """Whether there is a scalar decay per token; a constant per head has other kernels, without its gradient."""
     g = gate.log_decay
     return g is not None and (g.ndim == 3 or g.requires_grad or gate.w is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What an operation of flash-linear-attention is given.
+    """The inputs of an operation of flash-linear-attention.
 
     Args:
         q: ``[B, T, H, K]``; k and v have H heads as well, v with its write strength.
         gate: neutral at padding, where q, k and v are 0.
-        options: by their names there: scale, initial_state ``[B, H, K, V]``, output_final_state and cu_seqlens.
+        options: options by that library's names: scale, initial_state ``[B, H, K, V]``, output_final_state and
+            cu_seqlens.
     """
 
     q: Tensor
@@ -157,21 +158,22 @@ class Prepared:
     options: dict[str, Any]
 
 
-Operation = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # the output, and the last state where asked for
+Operation = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # inputs -> output, and the last state or None
 
 
 def fla_kernel(operation: Operation) -> Kernel:
-    """The form of an operation: whole sequences, packed or padded, and continuing from a state."""
+    """The form that runs an operation on whole sequences, packed or padded, and after a state."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
-        """flash-linear-attention's chunk kernels; see :class:`~attnzoo.forms.options.LinearOptions`."""
+        """The output of The output of The output of flash-linear-attention's chunk kernels; see
+        :class:`~attnzoo.forms.options.LinearOptions`."""
         o: Tensor = _run(operation, Call(q, k, v, gate), given)[0]
         return o
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, given: LinearOptions
     ) -> tuple[Tensor, RecurrentState]:
-        """The same after a state."""
+        """The output after a state, and the new state."""
         o, matrix = _run(operation, Call(q, k, v, gate, state, keeps_state=True), given)
         seen = 0 if state is None else len(state)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
@@ -180,7 +182,7 @@ def fla_kernel(operation: Operation) -> Kernel:
     return Kernel(run, extend, fla_unavailable, explain=_explained, honours=honours)
 
 
-@untraced  # as the peer's functions are: one break, and not in the midst of its kernels
+@untraced  # like the library's functions: one graph break, not one in the midst of its kernels
 def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
     q, k, v, gate = call.q, call.k, call.v, call.gate
     reason = fla_unavailable(Call(q, k, v, gate, options=given))
@@ -205,12 +207,12 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
 
 
 def _narrow(q: Tensor, v: Tensor) -> bool:
-    """Whether there are fewer channels than its kernels are compiled rightly for."""
+    """Whether q or v has fewer channels than the kernels are correct for."""
     return _hopper(q) and min(q.shape[3], v.shape[3]) < LEAST_ON_HOPPER
 
 
 def widened(operation: Operation, x: Prepared, channels: int) -> tuple[Tensor, Tensor | None]:
-    """The operation on q, k and v of at least so many channels, the new ones 0."""
+    """The operation on q, k and v padded with zeros to at least ``channels`` channels."""
     K, V = x.q.shape[3], x.v.shape[3]
     of_k, of_v = max(0, channels - K), max(0, channels - V)
     q, k, v = F.pad(x.q, (0, of_k)), F.pad(x.k, (0, of_k)), F.pad(x.v, (0, of_v))
@@ -225,7 +227,7 @@ def widened(operation: Operation, x: Prepared, channels: int) -> tuple[Tensor, T
 
 
 def of_any_width(operation: Operation) -> Operation:
-    """The operation, on more channels where there are too few."""
+    """The operation with padding of channels where there are too few."""
 
     @functools.wraps(operation)
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +238,7 @@ def of_any_width(operation: Operation) -> Operation:
 
 @of_any_width
 def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
+    """The output by ``chunk_simple_gla``, for a scalar decay per head and token, one per head, or none."""
     if _goes_around(x):
         return diagonal_decay(x)
     g = x.gate.log_decay
@@ -249,13 +251,13 @@ def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 
 @of_any_width
 def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """``chunk_gla``: a decay per channel, and a scalar decay that all channels share."""
+    """The output by ``chunk_gla``, for a decay per channel and perhaps a scalar decay."""
     return _op("gla", "chunk_gla")(x.q, x.k, x.v, _channels(x), **x.options)
 
 
 @of_any_width
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
+    """The output by ``chunk_delta_rule`` or ``chunk_gated_delta_rule``, with w = k and beta as the write strength."""
     if _goes_around(x):
         return channel_delta_rule(x)
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
@@ -267,13 +269,13 @@ def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
 
 @of_any_width
 def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """``chunk_kda``: the delta rule behind a decay per channel, and a scalar decay that all channels share."""
+    """The output by ``chunk_kda``, for the delta rule with a decay per channel and perhaps a scalar decay."""
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
 
 
 def _detour(gate: Gate, q: Tensor) -> str:
-    """Why a scalar decay takes the kernels with one per channel, or ""."""
+    """The reason why a scalar decay must run on the kernels for a decay per channel, or ""."""
     if gate.log_diag is not None or not _per_token(gate) or not torch.is_grad_enabled() or not _hopper(q):
         return ""
     return MISCOMPILING and (
@@ -283,7 +285,7 @@ def _detour(gate: Gate, q: Tensor) -> str:
 
 
 def _goes_around(x: Prepared) -> bool:
-    """Whether it takes them; the reason is said once per process."""
+    """Whether a scalar decay must run on the kernels for a decay per channel; the reason is logged once per process."""
     slow = _detour(x.gate, x.q)
     if slow:
         _warn(slow)
@@ -312,7 +314,7 @@ def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def _channels(x: Prepared) -> Tensor:
-    """The decay of each channel, the scalar one among it, ``[B, T, H, K]``."""
+    """The decay of each channel, including the scalar decay, ``[B, T, H, K]``."""
     g, a = x.gate.per_token(x.q).log_decay, x.gate.log_diag
     if g is None:
         return _finite(a)
@@ -328,7 +330,7 @@ _converted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
 
 def _int64(borders: Tensor) -> Tensor:
-    """In the dtype that its kernels take; the same tensor for all layers, as it reads each new one on the CPU."""
+    """The borders as int64; cached, as the library reads each new tensor of borders on the CPU."""
     global _converted
     if borders.dtype == torch.int64:
         return borders

@@ -1,7 +1,7 @@
-"""How flash-linear-attention tunes its kernels: said before, among few tiles, by one process for all, kept on disk.
+"""Shorter tuning of flash-linear-attention's kernels: among few tiles, logged, by one process for all, cached on disk.
 
-Left alone it measures up to 48 tiles of each of a dozen kernels for each new shape, which takes minutes, in every
-process that starts before the first has ended.
+Unchanged, the library measures up to 48 tiles for each of a dozen kernels and each new shape. That takes minutes, in
+every process that starts before the first has finished.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 logger = logging.getLogger("attnzoo.fla")
 
-# What is measured, by kernel: the tiles that have these numbers, where any has. One entry: nothing is measured.
+# Tiles to measure, by kernel: those with these numbers, if any. A single tile needs no measurement.
 USUAL: Mapping[str, tuple[int, ...]] = {"num_stages": (3,), "num_warps": (4, 2)}
-WALL = {"num_stages": (2,), "num_warps": (4,), "BT": (64,), "BS": (64,)}  # each of its 24 tiles compiles for long
+WALL = {"num_stages": (2,), "num_warps": (4,), "BT": (64,), "BS": (64,)}  # its 24 tiles compile slowly
 TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "chunk_local_cumsum_scalar_kernel": {"num_warps": (4,)},
     "chunk_local_cumsum_vector_kernel": {"num_warps": (4,), "BS": (32,)},
@@ -35,18 +35,18 @@ TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 WARMUP, REPEAT = 5, 20  # milliseconds of each measurement
 
 _shortened: set[int] = set()
-_coming = ""  # what is about to run, in words
+_coming = ""  # description of the next call, for the log
 _said: set[str] = set()
 
 
 def will_run(shape: str) -> None:
-    """``shape`` is what a tuning that begins now is for."""
+    """Set ``shape`` as the description of the next call, for the log of a tuning."""
     global _coming
     _coming = shape
 
 
 def all_tiles() -> bool:
-    """Whether the tuning is left as it is, which ``ATTNZOO_FLA_TUNING=full`` asks for.
+    """Whether ``ATTNZOO_FLA_TUNING=full`` asks for the library's own tuning.
 
     Raises:
         ValueError: another value.
@@ -58,7 +58,7 @@ def all_tiles() -> bool:
 
 
 def shorten() -> None:
-    """Take over the tuning of those kernels of flash-linear-attention that are loaded, unless :func:`all_tiles`."""
+    """Replace the tuning of the loaded kernels of flash-linear-attention, unless :func:`all_tiles`."""
     if all_tiles():
         return
     for name, tuner in tuners():
@@ -74,7 +74,7 @@ def shorten() -> None:
 
 
 def tuners() -> Iterator[tuple[str, Any]]:
-    """Triton's tuners in the modules of flash-linear-attention that are loaded, by the names of their kernels."""
+    """The names and Triton autotuners of the kernels in loaded modules of flash-linear-attention."""
     from triton.runtime.autotuner import Autotuner
 
     for module in [m for name, m in sys.modules.items() if name.startswith("fla.ops")]:
@@ -86,14 +86,14 @@ def tuners() -> Iterator[tuple[str, Any]]:
 
 
 def _keeps() -> bool:
-    """Whether Triton can keep what it measured: 3.4 and later can."""
+    """Whether Triton can cache its measurements on disk: from 3.4 on."""
     from triton.runtime.autotuner import Autotuner
 
     return hasattr(Autotuner, "check_disk_cache")
 
 
 def few(configs: Sequence[Any], wanted: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Those of Triton's ``configs`` with the ``wanted`` numbers; a wish that none fulfils counts for nothing."""
+    """The ``configs`` with the ``wanted`` numbers; a number that no config has is ignored."""
     left = list(configs)
     for name, values in wanted.items():
         left = [c for c in left if {**c.kwargs, **vars(c)}.get(name) in values] or left
@@ -101,7 +101,7 @@ def few(configs: Sequence[Any], wanted: Mapping[str, tuple[int, ...]]) -> list[A
 
 
 def _run(name: str, tuner: Any, everything: list[Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Launch with the best of the few tiles; of all of them, where none of the few fits the shared memory."""
+    """Launch a kernel with the best of few tiles, or of all where none of the few fits the shared memory."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -130,21 +130,21 @@ def _measure(call: Callable[[], Any], quantiles: Sequence[float]) -> Any:
 
 
 def _folder() -> Path:
-    """Where Triton keeps what it compiles and measures."""
+    """Triton's cache folder."""
     return Path(
         os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton/cache"
     )
 
 
 def _alone(name: str, look_up: Callable[..., Any], *args: Any) -> Any:
-    """Look up or measure while no other process measures the same kernel: those that wait then find its result."""
+    """Run ``look_up`` while no other process tunes the same kernel; processes that waited find its result."""
     with _lock(_folder() / f"attnzoo-{name}.lock"):
         return look_up(*args)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time where the file system can; else by all."""
+    """A lock held by one process at a time, or by all where the file system has no locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
             import fcntl

@@ -25,12 +25,12 @@ from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.kernels.common.options import portable_alone
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
-HONOURED = frozenset(SoftmaxOptions.__match_args__) - {"keep_carries"}  # by all of these kernels
+HONOURED = frozenset(SoftmaxOptions.__match_args__) - {"keep_carries"}  # options honoured by all of these kernels
 Part = TypeVar("Part", Tensor, Tensor | None)
 
 
 class Additive(Protocol):
-    """What the kernel of FoX needs of ``AdditiveForms``."""
+    """The methods of ``AdditiveForms`` that the kernel of FoX uses."""
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
 
@@ -48,11 +48,11 @@ def fox_kernel(forms: Additive) -> Kernel:
     """The kernel of FoX, ALiBi and NoPE, and of RoPE, whose q and k are rotated before it.
 
     Args:
-        forms: fold the gate's matrix part into q and k, and make the cache with the new tokens.
+        forms: the forms, which apply the gate's matrix part to q and k and extend the cache.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
+        """The output of the fused kernel (``attnzoo.kernels.fox``), in the inputs' precision."""
         receivers = None
         if given.valid is None:
             q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
@@ -62,7 +62,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
         receivers: tuple[Tensor, ...] | None = None,
     ) -> tuple[Output, KVCache]:  # fmt: skip
-        """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
+        """The output and the new cache; padded rows run packed from an empty state, or masked over a cache."""
         from attnzoo.kernels.fox import fox_attention
 
         kernel: Callable[..., Output] = fox_attention
@@ -75,7 +75,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         past = state
         q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
         q, k, g = q.to(v.dtype), state.k, single(state.log_decay)
-        v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
+        v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # one key per query head, as angles differ
         options = given.of_kernels("cu_seqlens") | {"return_lse": given.return_lse, "impl": "triton"}
         if past is None and given.valid is not None:
 
@@ -117,9 +117,9 @@ def fox_kernel(forms: Additive) -> Kernel:
 
 
 def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
-    """What the kernel sums up of ``state``, which is ``past``, whose tokens are not read again, and some tokens.
+    """The kernel's sums of gates over ``state``, which extends ``past`` so that only new tokens are read.
 
-    With ``prune`` also the longest key, once for all tokens and then for the new ones alone.
+    With ``prune`` they include the longest key's length.
     """
     from attnzoo.kernels.fox import GateSums
 
@@ -130,14 +130,15 @@ def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
 
 
 def path_kernel() -> Kernel:
-    """The kernels of PaTH and PaTH-FoX, with decays of the channels or not: whole sequences, and steps over all keys.
+    """The kernels of PaTH and PaTH-FoX, perhaps with decays per channel, for whole sequences and cached steps.
 
-    A step reads every cached key, as each must be advanced: ``prune`` leaves out none of them there, and so drops
-    no mass at all. It has no gradient. The state that is given stays as it was.
+    A step carries every cached key and so reads all of them: ``prune`` drops none there. A step has no gradient and
+    does not change the given state.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
+        """The output of the fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run
+        packed."""
         return whole_path(q, k, v, gate, given)
 
     def extend(
@@ -148,7 +149,7 @@ def path_kernel() -> Kernel:
         q, k, v, gate = step_inputs(q, k, v, gate, given)
         valid = given.valid
         w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
-        heads = 0 if a is None else q.shape[2]  # channels decay for each query head, and keys have a copy for each
+        heads = 0 if a is None else q.shape[2]  # decays are per query head, so keys get a copy per query head
 
         def each(*xs: Tensor) -> list[Tensor]:
             return [expand_heads(x, heads) for x in xs]
@@ -197,7 +198,7 @@ def path_kernel() -> Kernel:
 
 
 def planned(call: Call, shortened: bool) -> tuple[str, str]:
-    """The kernels over levels that serve whole sequences, and why no faster ones do."""
+    """The kernels over levels that run whole sequences, and the reason why no faster ones do."""
     from attnzoo.kernels.common.device import machine
     from attnzoo.kernels.levels.plan import LevelsCall, plan
 
@@ -212,21 +213,22 @@ def planned(call: Call, shortened: bool) -> tuple[str, str]:
 def step_inputs(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor, Gate]:  # fmt: skip
-    """The inputs of a step that multiplies the cached keys: a gate per token, and nothing at absent tokens."""
+    """The inputs of a step that carries the cached keys: a gate per token, and zeros at absent tokens."""
     if given.valid is not None:
         q, k, v = existing(given.valid, q, k, v)
     return q, k, v, separated(gate.per_token(q), q, given.valid, None).map(single)
 
 
 def single(part: Part) -> Part:
-    """A part of a gate as kernels read it: float64 in their float32, as the reference does beside such q."""
+    """A gate part for kernels: float64 becomes float32."""
     return part.float() if part is not None and part.dtype == torch.float64 else part
 
 
 def whole_path(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None
 ) -> Output:
-    """Whole sequences through the kernels of PaTH; without ``valid`` they take receivers (``path_attention``)."""
+    """The output of whole sequences by the kernels of PaTH; ``receivers`` (see ``path_attention``) need no
+    ``valid``."""
     from attnzoo.kernels.path import path_attention
 
     gate = gate.per_token(q).map(single)
@@ -237,7 +239,7 @@ def whole_path(
 def on_whole(
     attention: Callable[..., Output], q: Tensor, k: Tensor, v: Tensor, given: SoftmaxOptions, **parts: Tensor | None
 ) -> Output:
-    """A fused kernel on whole sequences, with these parts of the gate; with ``valid`` they run packed."""
+    """The output of a fused kernel on whole sequences; with ``valid`` they run packed."""
     _refuse_both(given)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Output:
@@ -256,7 +258,7 @@ BOTH = "the triton form takes valid or cu_seqlens, not both"
 
 
 def refused(call: Call) -> str:
-    """What no kernel serves."""
+    """The reason why no kernel can serve a call, or ""."""
     return BOTH if "valid" in call.options and "cu_seqlens" in call.options else ""
 
 
@@ -270,7 +272,7 @@ def _padded(call: Call) -> bool:
 
 
 def records_any(call: Call, *more: Tensor | None) -> bool:
-    """Whether a gradient is expected of q, k, v, the gate or ``more``."""
+    """Whether autograd records operations on q, k, v, the gate or ``more``."""
     return records(call.q, call.k, call.v, *(getattr(call.gate, part) for part in call.gate.parts), *more)
 
 
@@ -280,18 +282,18 @@ def expects_gradient(call: Call) -> bool:
 
 
 def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None) -> Output:
-    """``attend(*rows, cu_seqlens)`` on the valid tokens alone, as packed sequences; zeros elsewhere.
+    """The output of ``attend(*rows, cu_seqlens)`` on the valid tokens as packed sequences, and zeros elsewhere.
 
     Args:
-        attend: takes each of ``rows`` as ``[1, tokens, ...]`` and the borders ``[B + 1]``; gives ``[1, tokens, ...]``,
-            or two of these.
+        attend: a function of each of ``rows`` as ``[1, tokens, ...]`` and of borders ``[B + 1]`` that returns
+            ``[1, tokens, ...]``, or two of these.
         valid: ``[B, T]`` bool.
         rows: ``[B, T, ...]`` or None.
     """
     borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
-    there = valid.flatten().nonzero()[:, 0]  # the one place where Python waits for a GPU
+    there = valid.flatten().nonzero()[:, 0]  # Python waits for a GPU here alone
     tokens = [None if x is None else x.flatten(0, 1).index_select(0, there) for x in rows]
-    if not torch.compiler.is_compiling() and not len(there):  # a kernel takes a token at least: one that nobody sees
+    if not torch.compiler.is_compiling() and not len(there):  # kernels need at least one token
         tokens = [None if x is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in tokens]
         borders = F.pad(borders[1:], (1, 0)) + F.pad(borders.new_ones(1), (len(borders) - 1, 0))
     given = attend(*(None if x is None else x[None] for x in tokens), borders)

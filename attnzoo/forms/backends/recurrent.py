@@ -1,4 +1,4 @@
-"""The ``triton`` form of the linear side: a few tokens after a state in one kernel, which is what generating needs."""
+"""The ``triton`` form of the linear side: one fused kernel for a few tokens after a state, as in generation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attnzoo.forms.protocol import Call, Kernel
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
-    """The fused recurrence (``attnzoo.kernels.linear``) over short sequences, without a gradient.
+    """The output of the fused recurrence (``attnzoo.kernels.linear``) over short sequences, without a gradient.
 
     Raises:
-        UnavailableError: more tokens than it serves, or a gradient is expected.
+        UnavailableError: more tokens than the kernel takes, or a gradient is expected.
     """
     reason = refuses(Call(q, k, v, gate, options=given))
     if reason:
@@ -27,7 +27,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Te
 def extend(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, given: LinearOptions
 ) -> tuple[Tensor, RecurrentState]:
-    """The same after a state."""
+    """The output after a state, and the new state."""
     from attnzoo.kernels.linear import linear_steps
 
     past, seen = (None, 0) if state is None else (state.matrix.float(), len(state))
@@ -38,7 +38,7 @@ def extend(
 
 
 def refuses(call: Call) -> str:
-    """Why the kernel cannot serve a call, or ""."""
+    """The reason why the kernel cannot serve a call, or ""."""
     from attnzoo.kernels.linear import triton_unavailable
 
     state = None if call.state is None else call.state.matrix
@@ -48,7 +48,7 @@ def refuses(call: Call) -> str:
 
 
 def explain(call: Call) -> tuple[str, str]:
-    """It has no faster kernel to do without."""
+    """The kernel's description, and no reason, as there is no faster kernel."""
     return "one fused kernel", ""
 
 

@@ -1,4 +1,4 @@
-"""Rotations before kernels that know none, by a kernel of their own where it can serve them."""
+"""Rotations of q, k and w by the rotation kernel, where it can serve them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def turn(
     angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = None, *, dtype: torch.dtype, received: bool = False,
     balanced: bool = False,
 ) -> Turned | None:  # fmt: skip
-    """What ``attnzoo.kernels.rotation.rotate`` gives, or None where its kernels cannot run."""
+    """The rotated vectors of ``attnzoo.kernels.rotation.rotate``, or None where its kernels cannot run."""
     from attnzoo.kernels.rotation import rotate, triton_unavailable
 
     if triton_unavailable(angle, q, k, w):
@@ -26,7 +26,7 @@ def turn(
 def turn_for_cache(
     angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = None, *, dtype: torch.dtype
 ) -> Turned | None:  # fmt: skip
-    """The same where the last phase is kept: None where that has a gradient, and for one token alone."""
+    """The rotated vectors with the last phase for a cache; None where the phase has a gradient, and for one token."""
     if q.shape[1] == 1 or (angle.requires_grad and torch.is_grad_enabled()):
         return None
     return turn(angle, q, k, w, dtype=dtype)

@@ -28,21 +28,21 @@ from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
 
 Pair = tuple[Tensor, Tensor]
-WALL_STEPS = 16  # most tokens that continue a cache of Wall one at a time
+WALL_STEPS = 16  # most tokens that extend a cache of Wall one by one
 
 
 def wall_kernel() -> Kernel:
-    """The kernels of Wall, with or without a scalar decay: whole sequences, and steps of a token over all cached keys.
+    """The kernels of Wall, perhaps with a scalar decay, for whole sequences and cached steps.
 
-    A step multiplies every cached key by the token's gates, as the reference does, and attends to them by the kernel of
-    FoX: ``prune`` leaves out none of them there. Several tokens attend to each other as a sequence of their own, and
-    carried back to the cached keys to these, so that they are read once. A window would have to count both: with one,
-    and few tokens of which some do not exist (no GPU is waited for then), there is a step for each. It has no gradient.
-    The state that is given stays as it was.
+    A step multiplies every cached key by the token's gates and attends to all by the kernel of FoX; ``prune`` drops
+    none there. Several new tokens attend to each other as a sequence, and, carried back to the cached keys, to those in
+    one pass. A window spans both, so with a window, or with padding among few tokens, each token is a step of its own.
+    Steps have no gradient and do not change the given state.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
+        """The output of the fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run
+        packed."""
         return whole_wall(q, k, v, gate, given)
 
     def extend(
@@ -89,7 +89,7 @@ def _window(call: Call) -> bool:
 
 
 def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-    """Whole sequences through the kernels of Wall."""
+    """The output of whole sequences by the kernels of Wall."""
     from attnzoo.kernels.wall import wall_attention
 
     gate = gate.per_token(q).map(single)
@@ -99,12 +99,12 @@ def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOption
 def _tokens_at_once(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse and all carried keys: the T new tokens as a sequence, beside one pass over the S cached keys.
+    """o, lse and all carried keys, from the T new tokens as a sequence and one pass over the S cached keys.
 
     Args:
-        q, k, v, gate: of the new tokens, ``[B, T, ...]``.
-        seen: carried keys ``[B, S, H, K]`` float32 without the new tokens; values, gates and ``valid`` with them.
-        given: of the call, without a window.
+        q, k, v, gate: inputs of the new tokens, ``[B, T, ...]``.
+        seen: a cache with carried keys ``[B, S, H, K]`` float32 of old tokens, and values, gates and ``valid`` of all.
+        given: the call's options, without a window.
     """
     from attnzoo.kernels.fox import fox_attention
 
@@ -124,7 +124,7 @@ def _tokens_at_once(
 def _token_by_token(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a step over all keys for each new token, which a window and absent tokens may be counted in."""
+    """o, lse and all carried keys, from a step over all keys for each new token; for windows and padding."""
     from attnzoo.kernels.fox import fox_attention
 
     a, keys, rows = cast(Tensor, gate.log_diag), seen.k, []
@@ -144,15 +144,16 @@ def _token_by_token(
 
 
 def carried(k: Tensor, log_diag: Tensor) -> Tensor:
-    """Keys ``[B, T, G, K]`` as the last of these T tokens leaves them, ``[B, T, H, K]`` float32."""
+    """The keys ``[B, T, G, K]`` carried to the last of the T tokens, ``[B, T, H, K]`` float32."""
     after = sum_to_the_end(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)), 1)
     return expand_heads(k, log_diag.shape[2]).float() * after.exp()
 
 
 def together(first: Pair, second: Pair, sink: Tensor | None) -> Pair:
-    """Attention to two sets of keys as one, each o ``[B, T, H, V]`` and lse ``[B, T, H]``; sink ``[H]`` or None."""
+    """The attention to the union of two sets of keys from o ``[B, T, H, V]`` and lse ``[B, T, H]`` of each; sink
+    ``[H]``."""
     lse = torch.logaddexp(first[1], second[1])
-    most = lse.clamp(min=least_logit(lse.dtype))[..., None]  # rows that see no key give 0
+    most = lse.clamp(min=least_logit(lse.dtype))[..., None]  # rows without visible keys return 0
     o = sum(x.float() * (y[..., None] - most).exp() for x, y in (first, second))
     o, whole = attend_with_sink(cast(Tensor, o).transpose(1, 2), lse.transpose(1, 2), sink)
     return o.transpose(1, 2).to(first[0].dtype), cast(Tensor, whole).transpose(1, 2)
