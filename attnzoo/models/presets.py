@@ -174,8 +174,14 @@ def build(name: str, **changes: Any) -> LanguageModel:
         TypeError: no such field.
     """
     from attnzoo.models.decoder import LanguageModel
+    from attnzoo.models.swap import swapped
 
-    return LanguageModel(replace(preset(name).model, **changes))
+    model = preset(name).model
+    if "attention" in changes and "attention_options" not in changes:
+        sizes = {size: changes.get(size, getattr(model, size)) for size in ("hidden_size", "num_heads")}
+        attention, options = swapped(changes["attention"], model.attention_options, {}, sizes)
+        changes |= {"attention": attention, "attention_options": options}
+    return LanguageModel(replace(model, **changes))
 
 
 def parameters(name: str) -> dict[str, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
 from attnzoo.errors import unknown
+from attnzoo.models.config import ModelConfig
 from attnzoo.settings import read_yaml, write_yaml
 from attnzoo.training.config import TrainConfig
 
@@ -91,6 +92,8 @@ def load_config(
             hint = f"; as a text, it needs quotes: '{quoted}'" if value[:1] in tuple("*&!%@`") else ""
             raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
 
+    if _type_at(schema, "model") is ModelConfig:
+        _swap_variants(layers)
     merged = OmegaConf.structured(schema)
     for origin, key, layer in layers:
         try:
@@ -181,6 +184,37 @@ def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], pa
             _empty_mappings(there[key], value, cast(type[Any], types[key]), inner)
         elif not inner:
             merged[key] = {}
+
+
+def _swap_variants(layers: Sequence[tuple[str, str, Any]]) -> None:
+    """Fit what a file says of its variants' layers to the variants that overrides put in their place."""
+    from omegaconf import OmegaConf
+
+    def said(layer: Any, name: str) -> Any:
+        value = (
+            OmegaConf.select(layer, f"model.{name}") if OmegaConf.is_dict(OmegaConf.select(layer, "model")) else None
+        )
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    (_, key, file), *overrides = layers or [("", "-", None)]
+    told = [layer for _, _, layer in overrides if said(layer, "attention") is not None]
+    options = {} if key else said(file, "attention_options")
+    whole = any(key == "model.attention_options" for _, key, _ in overrides)  # nothing of the file's is left
+    if not told or not options or not isinstance(options, dict) or whole:
+        return
+    attention = said(told[-1], "attention")
+    if attention == said(file, "attention"):
+        return
+    from attnzoo.models.swap import swapped
+
+    typed: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
+    for _, _, layer in layers:
+        typed |= (said(layer, "attention_options") or {}) if layer is not file else {}
+        sizes |= {name: size for name in ("hidden_size", "num_heads") if (size := said(layer, name)) is not None}
+    attention, kept = swapped(attention, options, typed, sizes)
+    OmegaConf.update(file, "model.attention_options", {k: v for k, v in kept.items() if k not in typed}, merge=False)
+    OmegaConf.update(told[-1], "model.attention", attention, merge=False)
 
 
 def _type_at(schema: Any, key: str) -> Any:
