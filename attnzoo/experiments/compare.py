@@ -31,15 +31,10 @@ from attnzoo.registry import get
 from attnzoo.settings import names_key, read_settings, read_yaml
 from attnzoo.terminal import print_table
 from attnzoo.training import check_run, load_run, newest_checkpoint, train
-from attnzoo.training.checkpoint import (
-    check_data,
-    identity,
-    read_config,
-    read_progress,
-    usable_checkpoint,
-)
+from attnzoo.training.checkpoint import identity, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig, check_folder_name
 from attnzoo.training.digests import MODEL
+from attnzoo.training.folder import check_data, read_config
 from attnzoo.training.metrics import rows_until
 from attnzoo.training.recipe import to_yaml
 from attnzoo.training.start import is_bytes

@@ -40,8 +40,9 @@ from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
+from attnzoo.training.checkpoint import CheckpointError, read_progress
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.folder import OtherRunError
 from attnzoo.training.recipe import to_yaml
 from attnzoo.training.throughput import Operations
 

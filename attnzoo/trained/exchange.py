@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from attnzoo import __version__
 from attnzoo.data.tokenizer import special_tokens
 from attnzoo.files import whole_folder
-from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
+from attnzoo.training.checkpoint import read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL
+from attnzoo.training.folder import load_run
 from attnzoo.training.forgetting import config_now
 from attnzoo.training.recipe import load_config, to_yaml
 from attnzoo.training.start import check_ours, tokenizer_of

@@ -32,9 +32,10 @@ from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
 from attnzoo.files import json_object
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
+from attnzoo.training.checkpoint import identity, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL
+from attnzoo.training.folder import check_data, load_run
 from attnzoo.training.model import new_model
 from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 

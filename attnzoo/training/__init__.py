@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnzoo.training.checkpoint import CheckpointError, load_run, newest_checkpoint
+    from attnzoo.training.checkpoint import CheckpointError, newest_checkpoint
     from attnzoo.training.extension import extend
+    from attnzoo.training.folder import load_run
     from attnzoo.training.loop import check_run, train
     from attnzoo.training.metrics import read_metrics
 
@@ -18,7 +19,7 @@ __getattr__ = lazy(
         "CheckpointError": "checkpoint",
         "check_run": "loop",
         "extend": "extension",
-        "load_run": "checkpoint",
+        "load_run": "folder",
         "newest_checkpoint": "checkpoint",
         "train": "loop",
         "read_metrics": "metrics",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from attnzoo.training.checkpoint import config_of, step_of, usable_checkpoint
+from attnzoo.training.checkpoint import step_of, usable_checkpoint
 from attnzoo.training.config import Extension, TrainConfig
+from attnzoo.training.folder import config_of
 from attnzoo.training.optimizer import learning_rate
 
 

@@ -19,19 +19,15 @@ from attnzoo.data.sources import is_text
 from attnzoo.files import check_folder
 from attnzoo.training.checkpoint import (
     Progress,
-    check_resumable,
-    exclusive,
-    is_other,
     load_state,
-    make_folder,
     newest_checkpoint,
     read_progress,
     remove_stale,
     set_aside_after,
     write_checkpoint,
-    write_config,
 )
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.folder import check_resumable, exclusive, is_other, make_folder, write_config
 from attnzoo.training.forgetting import check_forgetting
 from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside

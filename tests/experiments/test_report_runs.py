@@ -14,7 +14,7 @@ from attnzoo.data import build_data
 from attnzoo.experiments.compare import EvaluateConfig, PlannedRun, measure, result_of
 from attnzoo.experiments.report import render, results, save_result, write_report
 from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import load_run
+from attnzoo.training.folder import load_run
 
 
 def config_of(folder, run, *overrides):

@@ -17,7 +17,7 @@ from attnzoo.config import ModelConfig, OptimizerConfig, TrainConfig
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
 from attnzoo.training import loop, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import make_folder
+from attnzoo.training.folder import make_folder
 from attnzoo.training.steps import Run
 
 

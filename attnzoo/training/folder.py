@@ -1,0 +1,244 @@
+"""The folder of a run around its checkpoints: its configuration, who holds it, and whether it may be gone on with.
+
+RUN/config.yaml  .lock  metrics.jsonl  tensorboard/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from attnzoo.files import write_whole
+from attnzoo.training.checkpoint import (
+    CheckpointError,
+    Progress,
+    newest_checkpoint,
+    read_progress,
+    step_of,
+    usable_checkpoint,
+)
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.digests import MODEL, read_digests
+from attnzoo.training.forgetting import networks, set_phase
+from attnzoo.training.recipe import config_differences, load_config, to_yaml
+from attnzoo.training.sharding import read_weights
+
+if TYPE_CHECKING:
+    from attnzoo.data import Data
+    from attnzoo.models import LanguageModel
+
+logger = logging.getLogger(__name__)
+
+# These may change when a run goes on: beyond rounding, no number that it trains depends on them.
+FREE = frozenset(
+    [
+        "output_dir",
+        "compile",
+        "recompute",
+        "sharding",
+        "device",
+        "gradient_accumulation",
+        "log_every",
+        "eval_every",
+        "eval_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "progress",
+        "tensorboard",
+    ]
+)
+
+
+class OtherRunError(CheckpointError):
+    """A folder holds a run of other settings or data.
+
+    Args:
+        found: how it differs.
+        advice: what to do; who trains in folders of their own choice says something else.
+    """
+
+    def __init__(self, found: str, advice: str):
+        super().__init__(f"{found}. {advice}")
+        self.found = found
+
+
+def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Data) -> None:
+    """Refuse data that are not those of a run.
+
+    Raises:
+        CheckpointError: the source has changed since.
+    """
+    if progress.data_fingerprint == data.fingerprint:
+        return
+    if progress.data_fingerprint == data.earlier_fingerprint:
+        logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
+    else:
+        found = f"{run_dir} was trained on other data: {config.data.title!r} has changed since"
+        raise OtherRunError(found, "Give output_dir a new folder.")
+
+
+def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | None:
+    """The checkpoint to go on from (None: start anew), when `config` and the data are those of the run.
+
+    Raises:
+        CheckpointError: they are not, and the error names the fields that differ; or every checkpoint is damaged.
+    """
+    if newest_checkpoint(run_dir) is None:
+        return None
+    before, what = read_config(run_dir), f"{run_dir} holds another run"
+    _check_same(what, before, config)
+    checkpoint = usable_checkpoint(run_dir)
+    assert checkpoint is not None
+    _check_same(what, before, config, step_of(checkpoint))
+    config_of(run_dir, checkpoint)
+    if read_digests(checkpoint) is None:
+        logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
+    check_data(run_dir, config, read_progress(checkpoint), data)
+    return checkpoint
+
+
+def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0) -> None:
+    """Refuse a configuration that does not train what another one trains up to a step, or only to another end."""
+    differences = _differences(before, now, step)
+    if differences:
+        listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
+        hint = ""
+        if now.steps > before.steps:
+            hint = (
+                f" To train longer, `attnzoo extend {quote(now.output_dir)} --steps {now.steps} --schedule constant "
+                "--lr RATE` goes on at a level learning rate, and `--schedule cosine` along a new cosine."
+            )
+        raise OtherRunError(f"{what}: {listed}", f"Give output_dir a new folder, or restore these.{hint}")
+
+
+def is_other(run_dir: Path, config: TrainConfig) -> bool:
+    """Whether a folder's run has other settings than these, in more than is free to change."""
+    if not (run_dir / "config.yaml").is_file():
+        return False
+    try:
+        return bool(_differences(read_config(run_dir), config))
+    except CheckpointError:  # it cannot be read
+        return True
+
+
+def _differences(before: TrainConfig, now: TrainConfig, step: int = 0) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations differ that are not free to, nor only in how long they train after a step."""
+    longer = ("steps", "optimizer.extensions") if _extends(before, now, step) else ()
+    return {key: x for key, x in config_differences(before, now).items() if key not in FREE and key not in longer}
+
+
+def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:
+    """Whether `now` is `before` made longer at `step` or later, so that up to there they train the same."""
+    known = len(before.optimizer.extensions)
+    added = now.optimizer.extensions[known:]
+    same = now.optimizer.extensions[:known] == before.optimizer.extensions
+    return same and bool(added) and added[0].planned == before.steps and added[0].after >= step
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The configuration of a run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return load_config(run_dir / "config.yaml")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the configuration of the run in {run_dir} cannot be read: {error}") from error
+
+
+def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
+    """The configuration of a run, when it is the one that its checkpoint was trained with.
+
+    Raises:
+        CheckpointError: it is not, or cannot be read.
+    """
+    config = read_config(run_dir)
+    if (checkpoint / "config.yaml").is_file():  # earlier versions wrote none
+        what = f"{run_dir / 'config.yaml'} is not what {checkpoint.name} was trained with"
+        _check_same(what, read_config(checkpoint), config, step_of(checkpoint))
+    return config
+
+
+def write_config(run_dir: Path, config: TrainConfig) -> None:
+    """Write the resolved configuration, whole or not at all."""
+    write_whole(run_dir / "config.yaml", to_yaml(config))
+
+
+def make_folder(run_dir: Path) -> None:
+    """Make a run's folder.
+
+    Raises:
+        OSError: it cannot be made, where `check_folder` could not tell; the error names `output_dir`.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(error.errno, f"output_dir: {error.strerror}", str(run_dir)) from error
+
+
+@contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder, so that two processes do not write one run.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    import fcntl
+
+    with open(run_dir / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another process is training in {run_dir}") from error
+        yield
+
+
+def load_run(
+    run_dir: str | Path, device: str = "cpu", checkpoint: Path | None = None
+) -> tuple[LanguageModel, TrainConfig]:
+    """The model of a run's newest checkpoint, in evaluation mode, and the run's configuration.
+
+    Its weights have the dtype in which they were trained.
+
+    Where that one is damaged, a line of the log says so, and the model is that of the one before it.
+
+    Args:
+        run_dir: the run's folder.
+        device: where the model goes.
+        checkpoint: the one to load; None for the newest that is whole.
+
+    Raises:
+        FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
+        CheckpointError: the configuration is not the checkpoint's, does not fit the weights or cannot be read, or every
+            checkpoint is damaged.
+    """
+    import torch
+
+    from attnzoo.training.model import new_model
+
+    run_dir = Path(run_dir)
+    if not (run_dir / "config.yaml").is_file():
+        raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml")
+    checkpoint = checkpoint or usable_checkpoint(run_dir, MODEL)
+    if checkpoint is None:
+        raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
+    config = config_of(run_dir, checkpoint)
+    with torch.device("meta"):  # first weights would be drawn for nothing
+        model = new_model(config)
+    try:
+        state = read_weights(checkpoint)
+        if config.model.tie_embeddings:
+            state.setdefault("head.weight", state["embedding.weight"])  # safetensors holds a tied weight once
+        model.load_state_dict(state, assign=True)
+    except Exception as error:
+        raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
+    if config.model.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    at_once = config.forgetting.anneal_steps == 0  # nothing lies between the phases: the first ends in the second
+    set_phase(networks(model), config.forgetting, step_of(checkpoint) + at_once)
+    return model.to(device).eval(), config
