@@ -258,12 +258,14 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
     RUN is the folder of a run, or a folder of runs.
     """
+    from attnzoo.data.own import check_replaceable
     from attnzoo.experiments.compare import result_of
     from attnzoo.experiments.report import terminal_table, write_report
     from attnzoo.experiments.report.results import find_runs
     from attnzoo.files import check_folder
 
     check_folder(output.parent, "--output")
+    check_replaceable(output, "--output")
     results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)
     print_table(terminal_table(results), console())

@@ -40,9 +40,12 @@ def out(folder: str) -> Option:
 
 def _writable(context: click.Context, option: click.Parameter, folder: Path) -> Path:
     """The folder of an option, after a check that it can be written to."""
+    from attnzoo.data.own import check_replaceable
     from attnzoo.files import check_folder
 
     check_folder(folder, "--out")
+    for name in ("results.json", "results.md"):
+        check_replaceable(folder / name, "--out")
     return folder
 
 

@@ -10,8 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Collection
 from pathlib import Path
 
-from attnzoo.data.shards import INDEX
-from attnzoo.files import MARK
+from attnzoo.data.own import kind_of_file, kind_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def held_out_names(names: Collection[str], fraction: float) -> set[str]:
 
 
 def files_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files in a folder at any depth without those that attnzoo has written: runs, tokens, models and pages.
+    """The files in a folder at any depth without those that attnzoo has written (runs, tokens, models, pages, results).
 
     The latter are logged: a run may lie in the folder of its own data.
 
@@ -105,12 +104,12 @@ def files_in(folder: Path, pattern: str = "*") -> list[Path]:
     """
     own = _own_folders(folder)
     files = [file for file in folder.rglob(pattern) if file.is_file() and not any(up in own for up in file.parents)]
-    pages = {file: "a page" for file in files if file.suffix == ".html" and _is_own_page(file)}
-    if own or pages:
-        found = [f"{str(path.relative_to(folder))!r} ({kind})" for path, kind in sorted({**own, **pages}.items())]
+    written = {file: kind for file in files if (kind := kind_of_file(file))}
+    if own or written:
+        found = [f"{str(path.relative_to(folder))!r} ({kind})" for path, kind in sorted({**own, **written}.items())]
         named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         logger.warning("left out of the texts in %r, as attnzoo has written it: %s", str(folder), named)
-    return [file for file in files if file not in pages and file.name != MARK]
+    return [file for file in files if file not in written]
 
 
 def _own_folders(folder: Path) -> dict[Path, str]:
@@ -125,27 +124,11 @@ def _own_folders(folder: Path) -> dict[Path, str]:
 
     own: dict[Path, str] = {}
     for place, inside, files in os.walk(folder, onerror=refuse):
-        kind = _kind(Path(place), {*inside, *files}) if Path(place) != folder else ""
+        kind = kind_of_folder(Path(place), {*inside, *files}) if Path(place) != folder else ""
         if kind:
             own[Path(place)] = kind
         inside[:] = [] if kind else [name for name in inside if not name.startswith(".")]
     return own
-
-
-def _kind(folder: Path, names: set[str]) -> str:
-    """The kind of folder (run, tokens, model, page) that attnzoo has written; "" for others."""
-    if "config.yaml" in names and not names.isdisjoint({".lock", "checkpoints"}):
-        return "a run"
-    if {INDEX, "train-00000.bin"} <= names:
-        return "tokens"
-    if {"config.json", "model.safetensors"} <= names and b'"attnzoo"' in (folder / "config.json").read_bytes():
-        return "a model"
-    return ""
-
-
-def _is_own_page(file: Path) -> bool:
-    with open(file, "rb") as content:
-        return b'<meta name="generator" content="attnzoo">' in content.read(1000)
 
 
 def _hash(name: str) -> float:

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attnzoo.data import Data, build_data, heldout_windows
+from attnzoo.data.own import check_replaceable
 from attnzoo.data.tasks import Examples
 from attnzoo.errors import at_least, unknown
 from attnzoo.evaluation import gate_maps, token_losses
@@ -187,8 +188,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     """
     runs = plan(config)
     page = Path(config.output_dir) / PAGE
-    if page.is_dir():
-        raise ValueError(f"output_dir: expected a file or nothing in place of the page, got the folder {str(page)!r}")
+    check_replaceable(page, "output_dir")
     for run in runs:
         check_folder(Path(run.config.output_dir))
     data = build_data(config.train.data)

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from attnzoo.data import build_data
+from attnzoo.data.own import check_replaceable
 from attnzoo.data.windows import heldout_starts
 from attnzoo.errors import unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, rate_in_words
@@ -85,6 +86,8 @@ def run_experiment(
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     experiment = find(plan.name)
     find_size(experiment, plan.size)
+    for name in (PAGE, RESULT, SUMMARY):
+        check_replaceable(plan.out / name, "--out")
     folders = [folder_of(arm) for arm in experiment.arms]
     if len(set(folders)) < len(folders):
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")

@@ -1,18 +1,19 @@
 """The folder of a run around its checkpoints: its configuration, who holds it, and whether it may be gone on with.
 
-RUN/config.yaml  .lock  metrics.jsonl  tensorboard/  checkpoints/
+RUN/config.yaml  metrics.jsonl  tensorboard/  tokenizer/  checkpoints/  .lock
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.files import write_whole
+from attnzoo.files import damaged_name, write_whole
 from attnzoo.training.checkpoint import (
     CheckpointError,
     Progress,
@@ -116,13 +117,29 @@ def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0)
 
 
 def is_other(run_dir: Path, config: TrainConfig) -> bool:
-    """Whether a folder's run has other settings than these, in more than is free to change."""
-    if not (run_dir / "config.yaml").is_file():
-        return False
+    """Whether a folder's run has other settings than these, in more than is free to change, or none that are known."""
     try:
         return bool(_differences(read_config(run_dir), config))
-    except CheckpointError:  # it cannot be read
+    except CheckpointError:
         return True
+
+
+def check_config_file(run_dir: Path) -> None:
+    """Refuse a folder whose `config.yaml` is somebody else's.
+
+    Raises:
+        FileExistsError: it is no configuration of a run, and there is no checkpoint that would make it one.
+    """
+    path = run_dir / "config.yaml"
+    if not os.path.lexists(path) or newest_checkpoint(run_dir) is not None:
+        return
+    try:
+        read_config(run_dir)
+    except CheckpointError as error:
+        raise FileExistsError(
+            f"output_dir: expected no {str(path)!r}, where a run keeps its configuration, or one that can be read; "
+            f"rename it, or give another folder ({error.__cause__})"
+        ) from error
 
 
 def _differences(before: TrainConfig, now: TrainConfig, step: int = 0) -> dict[str, tuple[Any, Any]]:
@@ -165,8 +182,17 @@ def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
-    """Write the resolved configuration, whole or not at all."""
-    write_whole(run_dir / "config.yaml", to_yaml(config))
+    """Write the resolved configuration, whole or not at all.
+
+    What was there is kept under another name where its words are a user's, or of another run; a line says so.
+    """
+    path = run_dir / "config.yaml"
+    there = path.read_text(encoding="utf-8") if path.is_file() else None
+    if there is not None and (there != to_yaml(read_config(run_dir)) or is_other(run_dir, config)):
+        aside = damaged_name(path, "earlier-")
+        os.replace(path, aside)
+        logger.warning("%s: what was there before is kept as %s", path, aside.name)
+    write_whole(path, to_yaml(config))
 
 
 def make_folder(run_dir: Path) -> None:

@@ -27,7 +27,7 @@ from attnzoo.training.checkpoint import (
     write_checkpoint,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.folder import check_resumable, exclusive, is_other, make_folder, write_config
+from attnzoo.training.folder import check_config_file, check_resumable, exclusive, is_other, make_folder, write_config
 from attnzoo.training.forgetting import check_forgetting
 from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
@@ -143,6 +143,7 @@ def check_run(config: TrainConfig, data: Data) -> None:
 def _check_place(run_dir: Path, data: DataConfig) -> None:
     """Raise where the run folder cannot be written to, or lies among the texts that the run reads."""
     check_folder(run_dir)
+    check_config_file(run_dir)
     if not any(PurePath(name).match(data.pattern) for name in OWN):
         return
     for source in filter(None, [*(entry.source for entry in data.weighted), data.heldout_source]):

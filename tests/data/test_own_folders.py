@@ -6,7 +6,10 @@ import pytest
 from click.testing import CliRunner
 from tiny_runs import StoppedError, config_of, outcome, said, stop_at
 
+from attnzoo.benchmarks.measure import machine, save
 from attnzoo.cli import app
+from attnzoo.data.texts import text_files
+from attnzoo.experiments.outcome import Outcome, save_outcome
 from attnzoo.training import train
 
 
@@ -67,3 +70,48 @@ def test_folders_of_others_with_such_names_are_texts(texts):
         (texts / name).parent.mkdir()
         (texts / name).write_text(f"a text of somebody, {number}\n" * 9)
     assert run("tokenize", ".", "--to", "tokens", "--vocab-size", "256").output.startswith("8 files of")
+
+
+def test_results_among_texts_are_no_texts(texts, caplog):
+    save(texts / "bench", {"machine": machine(), "rows": []}, "| a table |\n")
+    (texts / "measured").mkdir()
+    save_outcome(Outcome("copy", "cpu", (), (), "2026-01-31", "", {}, ""), texts / "measured/result.json")
+    (texts / "measured/result.md").write_text("# Copying\n")
+    assert [*text_files(texts)] == ["0.txt", "1.txt", "2.txt", "3.txt"]
+    assert "'bench/results.json' (a result)" in caplog.text
+    for name in ("result.json", "notes.md", "loss.json"):
+        (texts / name).write_text('{"experiment": "ours"}\n')
+    assert len(text_files(texts)) == 7
+
+
+def test_an_evaluation_among_the_texts_changes_no_run(texts):
+    pytest.importorskip("transformers")
+    train(of(texts, "run"))
+    run("evaluate", "run", "--on", "loss", "--out", ".")
+    (texts / "loss.svg").write_text("its picture")
+    train(of(texts, "run"))
+    run("evaluate", "run", "--on", "loss", "--out", ".")
+
+
+NAMES = ("report.html", "results.json", "results.md", "other/maps.svg", "e/result.md")
+
+
+def test_no_command_writes_over_a_file_that_attnzoo_has_not_written(texts):
+    for name in NAMES:
+        (texts / name).parent.mkdir(exist_ok=True)
+        (texts / name).write_text("mine\n")
+    train(of(texts, "run", 'data.pattern="*.txt"'))
+    for words in (
+        ["report", "run"],
+        ["compare", "demo", "output_dir=."],
+        ["bench", "train", "tiny", "--device", "cpu", "--out", "."],
+        ["evaluate", "run", "--on", "maps", "--out", "other"],
+        ["experiment", "run", "recall", "--out", "e"],
+    ):
+        done = CliRunner().invoke(app, words)
+        text = f"{done.output} {done.exception}"
+        assert done.exit_code != 0, words
+        assert any(f"expected no {name!r}" in text for name in NAMES), (words, text)
+    assert all((texts / name).read_text() == "mine\n" for name in NAMES)
+    (texts / "report.html").write_text("")
+    run("report", "run")

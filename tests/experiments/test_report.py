@@ -304,7 +304,7 @@ def test_a_label_is_shown_as_it_is_and_not_as_mathematics(results: list[RunResul
 
 
 def test_the_page_is_not_written_over_a_folder(tmp_path: Path, results: list[RunResult]) -> None:
-    with pytest.raises(ValueError, match="expected a file for the page, got the folder"):
+    with pytest.raises(ValueError, match="output: expected a file, got the folder"):
         write_report(results[:1], tmp_path)
     assert list(tmp_path.parent.glob("*.part")) == list(tmp_path.parent.glob(".*.part")) == []
 

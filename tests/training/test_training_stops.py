@@ -191,7 +191,7 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(config_
     monkeypatch.setattr(compare, "build_data", lambda config: pytest.fail("read data first"))
     (tmp_path / "out" / "report.html").mkdir(parents=True)
     config = CompareConfig(variants=["nope"], output_dir=str(tmp_path / "out"), train=config_of())
-    with pytest.raises(ValueError, match=r"in place of the page, got the folder"):
+    with pytest.raises(ValueError, match=r"output_dir: expected a file, got the folder"):
         run_comparison(config, None)
     (tmp_path / "out" / "report.html").rmdir()
     (tmp_path / "out" / "nope").write_text("a file")

@@ -45,6 +45,7 @@ def evaluate(
 
     import torch
 
+    from attnzoo.data.own import check_replaceable
     from attnzoo.experiments.evaluate import measures, saved, table
     from attnzoo.files import check_folder
     from attnzoo.trained.model import device_named
@@ -77,6 +78,9 @@ def evaluate(
         file = saved.file_name(name, settings)
         if out is not None:
             saved.check_own(out, file, subject.title)
+        for suffix in (".json", ".svg", ".html"):
+            if folder is not None:
+                check_replaceable(folder / f"{file}{suffix}", "--out")
         wanted.append((name, options, settings, file, entry))
     for name, options, settings, file, entry in wanted:
         found = table.measure(subject, name, options, measures.Common(**common))

@@ -11,6 +11,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from attnzoo.data.own import check_replaceable
 from attnzoo.evaluation import Array, moving_mean
 from attnzoo.experiments import figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
@@ -43,11 +44,11 @@ def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comp
         command: the command line, shown on the page.
 
     Raises:
+        FileExistsError: `path` is a file that attnzoo has not written.
         ValueError: no results, results that were not measured on the same held-out windows, or a folder as `path`.
     """
     page = render(results, title=title, command=command)
-    if path.is_dir():
-        raise ValueError(f"output: expected a file for the page, got the folder {str(path)!r}")
+    check_replaceable(path, "output")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page)
     return path

@@ -1,0 +1,69 @@
+"""What attnzoo has written, told by its content: it is no text to train on, and may be written anew."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from attnzoo.data.shards import INDEX
+from attnzoo.files import MARK
+
+# How they begin.
+PAGE = b'<meta name="generator" content="attnzoo">'
+RESULT = re.compile(rb'\{\n "(evaluation": .*\n "options|experiment": .*\n "size|machine": \{\n  "gpu)": ')
+HEAD = 1000  # bytes looked at
+
+
+def kind_of_folder(folder: Path, names: set[str]) -> str:
+    """What attnzoo has written a folder as; "" where it has not.
+
+    Args:
+        folder: that is there.
+        names: of what lies in it.
+    """
+    if "config.yaml" in names and not names.isdisjoint({".lock", "checkpoints"}):
+        return "a run"
+    if {INDEX, "train-00000.bin"} <= names:
+        return "tokens"
+    if {"config.json", "model.safetensors"} <= names and b'"attnzoo"' in (folder / "config.json").read_bytes():
+        return "a model"
+    return ""
+
+
+def kind_of_file(file: Path) -> str:
+    """What attnzoo has written a file as; "" where it has not. A table or picture is known by the result beside it."""
+    if file.name == MARK:
+        return "a mark"
+    if file.suffix == ".html" and PAGE in _head(file):
+        return "a page"
+    if file.suffix in (".json", ".md", ".svg") and RESULT.match(_head(file.with_suffix(".json"))):
+        return "a result"
+    return ""
+
+
+def check_replaceable(file: Path, name: str) -> None:
+    """Refuse to write over what attnzoo has not written. An empty file holds nothing to lose.
+
+    Args:
+        file: to be written; it need not be there.
+        name: of the setting or option.
+
+    Raises:
+        FileExistsError: a file of somebody else is there.
+        ValueError: a folder, a device or the like is.
+    """
+    if os.path.lexists(file) and not file.is_file():
+        raise ValueError(f"{name}: expected a file, got {'the folder ' if file.is_dir() else ''}{str(file)!r}")
+    if file.is_file() and file.stat().st_size and not kind_of_file(file):
+        raise FileExistsError(
+            f"{name}: expected no {str(file)!r}, or one that attnzoo has written; this one is somebody else's and stays"
+        )
+
+
+def _head(file: Path) -> bytes:
+    """How a file begins; as an empty one where there is none."""
+    if not file.is_file():
+        return b""
+    with open(file, "rb") as content:
+        return content.read(HEAD)
