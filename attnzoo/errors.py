@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+WIDEST = 2**20  # channels or heads, of which no layer has so many: a number beyond is a mistake
 FLOAT32 = (1.2e-38, 3.4e38)  # least and largest normal numbers of float32
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # annotation -> its name in words, and a test of a value
     "bool": ("True or False", lambda x: isinstance(x, bool)),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attnzoo.errors import check_kinds, unknown
+from attnzoo.errors import WIDEST, check_kinds, unknown
 from attnzoo.layer.gates import GateName
 from attnzoo.layer.modules import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
 
@@ -113,6 +113,8 @@ class AttentionConfig:
             number, what = getattr(self, name), "integer" if name in SIZES else "number"
             if number is not None and number <= 0:
                 raise ValueError(f"{name}: expected a positive {what}, got {number!r}")
+            if name in SIZES and name != "window" and (number or 0) >= WIDEST:
+                raise ValueError(f"{name}: expected a number below {WIDEST}, got {number!r}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size: expected a multiple of num_heads = {self.num_heads} (or head_dim given), "

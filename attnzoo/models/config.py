@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnzoo.errors import above, at_least, check_kinds, unknown
+from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
+
+DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class ModelConfig:
         initializer_range: standard deviation of the initial linear and embedding weights.
 
     Raises:
-        ValueError: a size below 1, an option that is the model's, or layers that the list of `attention` does not fill
-            evenly.
+        ValueError: a size below 1 or beyond every model's, an option that is the model's, or layers that the list of
+            `attention` does not fill evenly.
     """
 
     attention: Any = "fox"
@@ -70,9 +72,11 @@ class ModelConfig:
         check_kinds(vars(self), ModelConfig.__annotations__)
         if not isinstance(self.attention_options, Mapping):
             raise ValueError(f"attention_options: expected a mapping, got {self.attention_options!r}")
-        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size", below=2**31)
+        at_least(self, 1, "vocab_size", below=2**31)
+        at_least(self, 1, "num_layers", below=DEEPEST)
+        at_least(self, 1, "hidden_size", "num_heads", below=WIDEST)
         if self.intermediate_size is not None:
-            at_least(self, 0, "intermediate_size", below=2**31)
+            at_least(self, 0, "intermediate_size", below=WIDEST)
         above(self, 0.0, "norm_eps", "initializer_range")
         self.layers()
 
@@ -114,6 +118,8 @@ class ModelConfig:
             raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
         if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
             raise ValueError(f"attention: expected a whole number of at least 1 as repeat of {name}, got {repeat!r}")
+        if repeat > self.num_layers:
+            raise ValueError(f"attention: repeat={repeat} of {name} is more than num_layers={self.num_layers}")
         if not isinstance(options, Mapping):
             raise ValueError(f"attention: expected a mapping as options of {name}, got {options!r}")
         options = {**self.attention_options, **options}

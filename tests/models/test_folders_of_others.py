@@ -303,3 +303,39 @@ def test_a_pickle_of_something_else_is_named(content, got, changed):
     torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=rf"pytorch_model\.bin: expected tensors by their names, got {got}"):
         from_peer(folder)
+
+
+HUGE = (10**4, 10**7, 10**9, 2**31 - 1)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mamba2", "Qwen3Next"])
+def test_a_size_that_no_model_has_is_named_before_anything_is_made_of_it(kind, tmp_path):
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("this release of transformers has no such model")
+    more = {
+        "Mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1},
+        "Qwen3Next": {
+            "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "num_experts": 0, "mlp_only_layers": [0, 1], "partial_rotary_factor": 0.25,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**SIZES | more.get(kind, {}))
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    known = json.loads((tmp_path / "config.json").read_text())
+    names = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "num_heads"]
+    names += ["state_size", "num_key_value_heads", *(name for name in known if name.startswith("linear_"))]
+    read_nowhere = {"Mamba2": ("num_attention_heads", "num_key_value_heads", "intermediate_size")}.get(kind, ())
+    for name in (name for name in names if name in known and name not in read_nowhere):
+        without = {"layer_types": None} if name == "num_hidden_layers" else {}
+        for value in (*HUGE, float("nan"), -1):
+            (tmp_path / "config.json").write_text(json.dumps({**known, **without, name: value}))
+            named = rf"^config\.json: .*({name}|num_(qk|kv)_heads|weight)|^[\w.]+: expected shape"
+            with pytest.raises(ValueError, match=named):
+                from_peer(tmp_path)
+    for share in (1e9, 1e38):
+        rope = {**known.get("rope_parameters", {}), "partial_rotary_factor": share}
+        (tmp_path / "config.json").write_text(json.dumps({**known, "rope_parameters": rope}))
+        if kind != "Mamba2":
+            with pytest.raises(ValueError, match=r"^config\.json: .*partial_rotary_factor"):
+                from_peer(tmp_path)

@@ -62,6 +62,17 @@ def test_a_damaged_field_is_named_with_its_file(name, folder):
             assert type(refused.value) is ValueError
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_that_no_model_has_is_named_before_anything_is_made_of_it(name, folder):
+    for value in (9_999, 10**7, 10**9, 2**31 - 1):
+        changed(folder, "config.json", **{name: value})
+        for read in (load_text_model, load_trained):
+            with pytest.raises(
+                ValueError, match=rf"^config\.json: .*({name}|num_heads = 9999)|^embedding\.weight: expected shape"
+            ):
+                read(folder, "cpu")
+
+
 @pytest.mark.parametrize("value", [[], "load", "float8_e4m3fn", 32, {"": "float32"}])
 def test_a_dtype_that_is_none_is_named(value, folder):
     changed(folder, "config.json", dtype=value)

@@ -170,6 +170,11 @@ def build(
     settings = Settings({}) if settings is None else settings
     check_plain(weights, settings)
     said = settings.dtype()
+    if peer.config.num_layers > len(weights.names):
+        raise ValueError(
+            f"{settings.place}num_hidden_layers: expected one that fits the {len(weights.names)} weights, got "
+            f"{peer.config.num_layers}"
+        )
     try:
         with torch.device("meta"):
             model = LanguageModel(peer.config)
@@ -177,7 +182,7 @@ def build(
         raise ValueError(f"{settings.place}{error}") from error
     there = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     missing, state = dict(there), dict[str, Tensor]()
-    for name, tensor in peer.weights(weights):
+    for name, tensor in _shaped(peer, weights, settings):
         if name not in there:
             raise ValueError(f"{name}: the model has no such weight")
         if tensor.shape != there[name].shape:
@@ -201,6 +206,18 @@ def build(
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     return model.eval()
+
+
+def _shaped(peer: Peer, weights: Weights, settings: Settings) -> Iterator[tuple[str, Tensor]]:
+    """The peer's weights under our names.
+
+    Raises:
+        ValueError: one cannot be cut as the sizes of the configuration say; the message names it.
+    """
+    try:
+        yield from peer.weights(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{settings.place}its sizes are not those of the weight {weights.last!r}: {error}") from error
 
 
 def check_plain(weights: Weights, settings: Settings) -> None:

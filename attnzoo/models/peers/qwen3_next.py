@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
-from attnzoo.models.peers.rotary import angles, norm_eps, rope_notes, rope_settings, theta
+from attnzoo.models.peers.rotary import angles, head_dim, norm_eps, rope_notes, rope_settings, theta
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -26,9 +26,12 @@ def qwen3_next(settings: Settings) -> Peer:
     settings.only("attention_bias", False)
     D, L, H = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
     _refuse_experts(settings, L)
-    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), norm_eps(settings)
+    G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
     rope_of = rope_settings(settings, partial=0.25)
-    rotated = int(K * rope_of.get("partial_rotary_factor", 0.25))
+    share = rope_of.get("partial_rotary_factor", 0.25)
+    if share > 1:
+        raise ValueError(f"{rope_of.place}partial_rotary_factor: expected a share of the channels, got {share}")
+    rotated = int(K * share)
     angle = pad(angles(rope_of, rotated), (0, (K - rotated) // 2))
     every = settings.get("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(L)]

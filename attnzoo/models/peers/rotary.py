@@ -38,7 +38,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     settings.only("hidden_act", "silu", "swish")
     settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
-    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), norm_eps(settings)
+    G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
     # in these the output projection has a bias too
     outer = biases and settings.fields["model_type"] in ("llama", "qwen3")
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
@@ -79,6 +79,17 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         return decoder(theirs, TRANSFORMERS, L, attention, config.tie_embeddings)
 
     return Peer(config, weights, rope_notes(settings))
+
+
+def head_dim(settings: Settings, hidden_size: int, heads: int) -> int:
+    """Channels per head, which the heads share out where nothing is said.
+
+    Raises:
+        ValueError: there are more heads than channels.
+    """
+    if "head_dim" not in settings and heads > hidden_size:
+        raise ValueError(f"config.json: num_attention_heads: expected at most hidden_size = {hidden_size}, got {heads}")
+    return int(settings.get("head_dim", hidden_size // heads))
 
 
 def norm_eps(settings: Settings) -> float:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from attnzoo.errors import check_kinds, unknown
+from attnzoo.errors import WIDEST, check_kinds, unknown
+from attnzoo.models.config import DEEPEST
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
 # fields of transformers, MLX and older releases
 QUANTISED = ("quantization_config", "quantization", "compression_config")
+
+WIDTHS = ("hidden_size", "intermediate_size", "state_size", "_heads", "head_dim", "kernel_dim")  # how their names end
 
 
 class Settings:
@@ -62,6 +66,9 @@ class Settings:
             raise ValueError(f"{self.place}{name}: expected at least {least}, got {value}")
         if kind == "float" and least is None and value <= 0:
             raise ValueError(f"{self.place}{name}: expected a number above 0, got {value}")
+        most = DEEPEST if name == "num_hidden_layers" else WIDEST if name.endswith(WIDTHS) else math.inf
+        if kind == "int" and value >= most:
+            raise ValueError(f"{self.place}{name}: expected a number below {most}, got {value}")
         return value
 
     def _check(self, name: str, value: Any, kind: str) -> None:

@@ -28,6 +28,7 @@ class Weights:
     def __init__(self, names: Sequence[str], read: Callable[[str], Tensor], dtype: Callable[[str], str]) -> None:
         self.names, self.read, self.dtype = dict.fromkeys(names).keys(), read, dtype
         self.unread = set(self.names)
+        self.last = ""  # that was read
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -41,6 +42,7 @@ class Weights:
         if name not in self.names:
             raise unknown("weight", name, sorted(self.names))
         self.unread.discard(name)
+        self.last = name
         return self.read(name)
 
     def skip(self, name: str) -> None:
