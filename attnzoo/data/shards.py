@@ -102,17 +102,21 @@ class TokenShards:
             raise ValueError(f"{str(self.folder)!r}: the tokens are not those of which {INDEX} holds the fingerprint")
 
     def check_newer(self) -> None:
-        """Call :meth:`check` where a file is newer than `shards.json`; else nothing is read.
+        """Call :meth:`check` where a file has been written or changed since `shards.json` was; else nothing is read.
+
+        The time of writing can be set back, as `cp -p` does, so that the time of the last change counts too. Neither
+        shows damage by the disk itself: :meth:`check` does.
 
         Raises:
             ValueError: the tokens have changed since they were written.
         """
-        index = (self.folder / INDEX).stat().st_mtime_ns
+        index = (self.folder / INDEX).stat()
         paths = [
             path for shard in (*self.train, *self.held_out) for path in (shard.path, shard.path.with_suffix(".idx"))
         ]
-        if any(path.stat().st_mtime_ns > index for path in paths):
-            self.check()
+        for now in (path.stat() for path in paths):
+            if now.st_mtime_ns > index.st_mtime_ns or now.st_ctime_ns > index.st_ctime_ns:
+                return self.check()
 
 
 def is_shards(folder: str | Path) -> bool:

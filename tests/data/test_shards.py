@@ -190,3 +190,15 @@ def test_a_folder_of_a_version_without_digests_has_the_same_fingerprint(folder):
     shards = read_shards(folder)
     shards.check()
     assert shards.fingerprint == index["fingerprint"]
+
+
+def test_a_changed_token_is_found_though_its_time_is_old(folder):
+    path, index = next(folder.glob("train-*.bin")), folder / "shards.json"
+    read_shards(folder).check_newer()
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[0] ^= 1
+    while path.stat().st_ctime_ns <= index.stat().st_ctime_ns:  # a clock may tick more seldom than this test writes
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"the tokens are not those of which shards\.json holds the fingerprint"):
+        read_shards(folder).check_newer()
