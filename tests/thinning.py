@@ -26,18 +26,19 @@ FEW = 3
 NAMED = 2  # products that a test may name itself; more come from the registry
 
 
-def given_variant(**drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """``hypothesis.given`` for a test of the variant ``name``: few examples where that is a product."""
+def given_variant(few: bool = False, **drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``hypothesis.given`` for a test of the variant ``name``: few examples where that is a product, or everywhere."""
+    always = few
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         usual = given(**drawn)(test)
         if settings.get_current_profile_name() == "long":
             return usual
-        few = settings(max_examples=min(FEW, settings.default.max_examples))(given(**drawn)(test))
+        fewer = settings(max_examples=min(FEW, settings.default.max_examples))(given(**drawn)(test))
 
         @functools.wraps(usual, updated=())
         def run(**arguments: Any) -> None:
-            (few if arguments["name"] in OF_PRODUCTS else usual)(**arguments)
+            (fewer if always or arguments["name"] in OF_PRODUCTS else usual)(**arguments)
 
         return run
 

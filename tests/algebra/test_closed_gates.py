@@ -16,7 +16,7 @@ from attnzoo.algebra.transitions import HeadGate, block_decay
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS, Form, Inputs, assert_close, block_sizes, value_and_gradients
+from attnzoo.testing import CPU_FORMS, Form, Inputs, assert_close, block_sizes, value_and_gradients
 from attnzoo.verify import _in_pieces
 
 DECAYING = [name for name in list_variants() if {"log_decay", "log_diag"} & set(get(name).requires)]

@@ -15,7 +15,7 @@ from attnzoo import Gate, get, list_variants
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import HeadGate
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS, cases
+from attnzoo.testing import CPU_FORMS, cases
 
 B, T, H, G, K = 2, 5, 4, 2, 6
 

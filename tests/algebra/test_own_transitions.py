@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from attnzoo.algebra.transitions import HeadGate, Product, Transition
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.registry import unregister
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import LIMIT, Case, assert_close, relative_error, value_and_gradients
+from attnzoo.testing import LIMIT, Case, assert_close, relative_error, value_and_gradients
 
 SANDWICH = Pair(
     "sandwich", "sandwich_path", ("log_diag", "w", "beta"),
@@ -70,13 +71,12 @@ def test_a_pair_of_one_transition_has_layers_and_equations() -> None:
     assert "triton" not in get("sandwich").forms  # it would multiply the same parts in its own order
 
 
-@pytest.mark.parametrize("name", list_variants())
-def test_what_a_transition_says_is_the_product_of_its_parts_factors(name: str) -> None:
+def test_what_a_transition_says_is_the_product_of_its_parts_factors() -> None:
     """Two definitions of every set of parts: the class that the forms use, and the matrices of the parts."""
-    for shared in (False, True):
+    for name, shared in product(list_variants(), (False, True)):
         q, k, v, gate = Case(name, B=1, T=4, shared_angle=shared).inputs()
-        said, product = get(name).transition, oracle.matrices(q, gate)
-        for one, other in zip(oracle.matrices(q, gate, said), product, strict=True):
+        said = oracle.matrices(q, gate, get(name).transition)
+        for one, other in zip(said, oracle.matrices(q, gate), strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-14)
         assert_close(value_and_gradients(get(name).oracle, (q, k, v, gate)), value_and_gradients(
             oracle.linear if get(name).side == "linear" else oracle.softmax, (q, k, v, gate)), LIMIT)  # fmt: skip

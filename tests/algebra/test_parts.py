@@ -25,7 +25,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences import products
 from attnzoo.registry import unregister
-from attnzoo.testing.cases import relative_error
+from attnzoo.testing import relative_error
 
 NAME = "shrink"
 PAIR = Pair("shrunk_linear", "shrunk_softmax", (NAME,))

@@ -24,7 +24,7 @@ from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.registry import unregister
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.testing.cases import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
+from attnzoo.testing import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
 FACTORS: dict[str, tuple[Transition, tuple[str, ...]]] = {
     "diagonal": (Diagonal(), ("log_diag",)),

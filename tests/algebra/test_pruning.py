@@ -18,7 +18,7 @@ from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
+from attnzoo.testing import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
 PRUNABLE = [name for name in list_variants() if get(name).prunable]
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")

@@ -7,7 +7,7 @@ import torch
 
 from attnzoo import Gate, KVCache, RecurrentState, build_attention, get, list_variants, oracle
 from attnzoo.forms.caches.state import GrowingCache, append_in_place
-from attnzoo.testing.cases import Case, relative_error
+from attnzoo.testing import Case, relative_error
 
 GROWING = ("nope", "alibi", "fox", "rope")
 

@@ -23,7 +23,7 @@ from attnzoo.forms.caches.state import State
 from attnzoo.forms.options import NOTHING_ASKED
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import Inputs, relative_error
+from attnzoo.testing import Inputs, relative_error
 
 MOST, WINDOW = 200, 30  # tokens of a sequence
 Make = Callable[[Any, Any, BatchRows], Memory]  # from the forms, a state of one token and the rows

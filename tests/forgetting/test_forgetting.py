@@ -21,7 +21,7 @@ from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import assert_close
+from attnzoo.testing import assert_close
 
 SOFTMAX = list_variants("softmax")
 TRIANGLE = torch.ones(7, 7, dtype=torch.bool).tril()

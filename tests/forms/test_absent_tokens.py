@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS
+from attnzoo.testing import CPU_FORMS
 
 T = 12
 

@@ -19,7 +19,7 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.samples import Regime, random_gate, random_inputs
-from attnzoo.testing.cases import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
+from attnzoo.testing import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
 B, T, H, G, K = 2, 13, 4, 2, 6
 NAMES = ("deltanet", "gated_deltanet", "path", "path_fox")

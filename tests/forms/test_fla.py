@@ -22,7 +22,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.protocol import Call
 from attnzoo.registry import PAIRS
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.testing.cases import Inputs, leaves_of, relative_error
+from attnzoo.testing import Inputs, leaves_of, relative_error
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]
 DTYPE = torch.bfloat16 if HERE == "cuda" else torch.float16

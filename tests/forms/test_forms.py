@@ -12,12 +12,13 @@ from thinning import given_variant
 
 from attnzoo import Prune, RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
     LIMIT,
     Case,
     assert_close,
     cases,
+    check,
     relative_error,
     straightforward,
     value_and_gradients,
@@ -33,20 +34,10 @@ GPU_FORMS = [
 LOW = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-23}
 
 
-def assert_forms_equal_oracle(case: Case, forms: tuple[str, ...] = CPU_FORMS) -> None:
-    variant, inputs = case.variant, case.inputs()
-    expected = value_and_gradients(lambda *x: variant.oracle(*x, scale=case.scale), inputs)
-    for form in forms:
-        if form in variant.forms:
-            with case.blocks():
-                got = value_and_gradients(lambda *x, f=form: variant.forms[f](*x, scale=case.scale), inputs)
-            assert_close(got, expected, what=f"{form} of {case}")
-
-
 @pytest.mark.parametrize("name", list_variants())
 @given_variant(data=st.data())
 def test_forms_equal_oracle(name: str, data: st.DataObject) -> None:
-    assert_forms_equal_oracle(data.draw(cases(name)))
+    check("oracle", data.draw(cases(name)))
 
 
 # around the real block sizes: chunks of 64, rows of 128 and of 512
@@ -55,8 +46,7 @@ def test_forms_equal_oracle(name: str, data: st.DataObject) -> None:
 )
 @pytest.mark.parametrize("name", list_variants())
 def test_forms_equal_oracle_around_block_sizes(name: str, regime: Regime, T: int) -> None:
-    case = Case(name, B=1, T=T, H=2, G=1, K=4, V=3, regime=regime, seed=T)
-    assert_forms_equal_oracle(case, ("parallel", "chunk"))
+    check("oracle", Case(name, B=1, T=T, H=2, G=1, K=4, V=3, regime=regime, seed=T))
 
 
 @pytest.mark.parametrize("name", list_variants("softmax"))

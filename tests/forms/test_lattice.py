@@ -18,7 +18,7 @@ from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.recurrences.complex_linear import phases, rotate
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
     LIMIT,
     Form,

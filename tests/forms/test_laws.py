@@ -15,18 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnzoo.forms.rowblocks
 from attnzoo import Gate, RecurrentState, get, list_variants
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
+    LAWS,
     LIMIT,
     Case,
     Inputs,
     assert_close,
     block_sizes,
     cases,
+    check,
     cut_points,
     extend_in_segments,
-    leaves_of,
     relative_error,
+    take,
     value_and_gradients,
 )
 
@@ -46,27 +48,49 @@ def state_parts(state: Any) -> dict[str, Tensor]:
     return {name: x.exp() if name == "log_decay" else x for name, x in parts.items()}
 
 
-def take(inputs: Inputs, rows: slice = slice(None), tokens: slice = slice(None)) -> Inputs:
-    """Some rows and tokens of the inputs."""
-    q, k, v, gate = inputs
-    cut = gate.map(lambda part: part if part.ndim == 1 else part[rows, tokens])
-    return q[rows, tokens], k[rows, tokens], v[rows, tokens], cut
+# the laws that attnzoo.testing has for everybody
+
+MANY = ("causality", "rows", "heads", "padding")
+FEW_EXAMPLES = ("matrices", "packing", "neutral", "pruning", "layer")  # of which other files know more
+EXACT = {"causality": ("o",)}  # bit for bit, which is not asked of others' forms
 
 
-# segments
+def holds(law: str, name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name, **LAWS[law].draws))
+    check(law, case)
+    if law in EXACT:
+        errors = LAWS[law].measure(case)
+        assert not any(errors[form][what] for form in errors for what in EXACT[law]), case
+
+
+def test_every_law_is_run() -> None:
+    assert {"oracle", "segments", *MANY, *FEW_EXAMPLES} == LAWS.keys()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @given_variant(data=st.data())
 def test_segmented_equals_full(name: str, data: st.DataObject) -> None:
-    """Any cut points, empty segments left out; gradients flow through the state."""
-    case = data.draw(cases(name))
-    cuts = data.draw(cut_points(case.T))
-    inputs, variant = case.inputs(), case.variant
-    with case.blocks():
-        got = value_and_gradients(lambda *x: extend_in_segments(variant, x, cuts, case.scale)[0], inputs)
-        expected = value_and_gradients(lambda *x: variant.extend(*x, scale=case.scale)[0], inputs)
-    assert_close(got, expected, what=f"cuts {cuts} of {case}")
+    holds("segments", name, data)
+
+
+@pytest.mark.parametrize("law", MANY)
+@pytest.mark.parametrize("name", VARIANTS)
+@given_variant(data=st.data())
+def test_law_holds(name: str, law: str, data: st.DataObject) -> None:
+    holds(law, name, data)
+
+
+@pytest.mark.parametrize("law", FEW_EXAMPLES)
+@pytest.mark.parametrize("name", VARIANTS)
+@given_variant(few=True, data=st.data())
+def test_law_holds_on_few_examples(name: str, law: str, data: st.DataObject) -> None:
+    reason = LAWS[law].refuses(get(name))
+    if not reason:
+        holds(law, name, data)
+    assert not reason or law == "pruning", reason
+
+
+# segments
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -112,28 +136,6 @@ def test_state_given_is_left_as_it_is(name: str) -> None:
     assert all(torch.equal(x, before[part]) for part, x in state_parts(state).items())
 
 
-# causality and batches
-
-
-@pytest.mark.parametrize(("name", "form"), FORMS)
-@given_variant(data=st.data())
-def test_future_changes_nothing(name: str, form: str, data: st.DataObject) -> None:
-    """Other tokens after t, of any finite size, leave the outputs up to t as they are, bit for bit.
-
-    Other gates after t may move the last digits: a block's decays are taken relative to its middle.
-    """
-    case = data.draw(cases(name, min_t=2, max_t=24))
-    t = data.draw(st.integers(1, case.T - 1))
-    here, other = case.inputs(), replace(case, seed=case.seed + 1).inputs()
-    mixed = [torch.cat([a[:, :t], 100 * b[:, t:]], 1) for a, b in zip(here[:3], other[:3], strict=True)]
-    parts = {part: (x, getattr(other[3], part)) for part, x in leaves_of(here).items() if part not in "qkv"}
-    gate = Gate(**{part: x if x.ndim == 1 else torch.cat([x[:, :t], y[:, t:]], 1) for part, (x, y) in parts.items()})
-    run = case.variant.forms[form]
-    with case.blocks():
-        assert torch.equal(run(*mixed, here[3])[:, :t], run(*here)[:, :t])
-        assert relative_error(run(*mixed, gate)[:, :t], run(*here)[:, :t]) <= 1e-13
-
-
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_future_has_no_gradient(name: str, form: str) -> None:
     inputs = random_inputs(name, T=20)
@@ -142,61 +144,7 @@ def test_future_has_no_gradient(name: str, form: str) -> None:
     assert all(bool((grad[:, 11:] == 0).all()) for part, grad in got.items() if part != "o")
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-@given_variant(data=st.data())
-def test_batch_rows_do_not_meet(name: str, form: str, data: st.DataObject) -> None:
-    case = replace(data.draw(cases(name, max_t=24)), B=3)
-    run, inputs = case.variant.forms[form], case.inputs()
-    with case.blocks():
-        together = run(*inputs)
-        alone = torch.cat([run(*take(inputs, rows=slice(b, b + 1))) for b in range(3)])
-    assert relative_error(alone, together) <= 1e-13
-
-
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_grouped_heads_equal_repeated_heads(name: str, form: str) -> None:
-    q, k, v, gate = random_inputs(name, H=6, G=2)
-    repeated = replace(gate, **{p: getattr(gate, p).repeat_interleave(3, 2) for p in gate.parts if p in ("w", "beta")})
-    run = get(name).forms[form]
-    expected = run(q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2), repeated)
-    assert relative_error(run(q, k, v, gate), expected) <= LIMIT
-
-
 # padding and packing
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@given_variant(data=st.data())
-def test_padding_changes_nothing(name: str, data: st.DataObject) -> None:
-    """Absent tokens anywhere, with any finite content and in any segments, as if they were not there."""
-    case = replace(data.draw(cases(name, min_t=2, max_t=28)), B=1)
-    present = data.draw(st.lists(st.booleans(), min_size=case.T, max_size=case.T).filter(any))
-    cuts = data.draw(cut_points(case.T))
-    valid = torch.tensor(present)[None]
-    q, k, v, gate = case.inputs()
-    loud = ~valid[..., None, None] * 1e3 + 1
-    padded: Inputs = (q * loud, k * loud, v * loud, gate)
-    index = valid[0].nonzero()[:, 0]
-    short: Inputs = (q[:, index], k[:, index], v[:, index], gate.map(lambda x: x if x.ndim == 1 else x[:, index]))
-
-    def run_padded(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-        return extend_in_segments(case.variant, (q, k, v, gate), cuts, case.scale, valid)[0][:, index]
-
-    with case.blocks():
-        got = value_and_gradients(run_padded, padded)
-        expected = value_and_gradients(lambda *x: case.variant.extend(*x, scale=case.scale)[0], short)
-        for part, x in got.items():
-            if part != "o" and x.ndim > 1:
-                assert bool((x[:, ~valid[0]] == 0).all()), f"{part} of an absent token has a gradient"
-        at_valid = {part: x if part == "o" or x.ndim == 1 else x[:, index] for part, x in got.items()}
-        assert_close(at_valid, expected, what=f"valid {present}, cuts {cuts} of {case}")
-        _, state = extend_in_segments(case.variant, padded, cuts, case.scale, valid)
-        _, wanted = case.variant.extend(*short, scale=case.scale)
-        follow = random_inputs(name, 1, 3, case.H, case.G, case.K, case.V, seed=case.seed + 9)
-        o, _ = case.variant.extend(*follow, state, scale=case.scale)
-        assert_close({"o": o}, {"o": case.variant.extend(*follow, wanted, scale=case.scale)[0]}, what="continued")
-    if case.variant.side == "linear":
-        assert_close(state_parts(state), state_parts(wanted))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -16,7 +16,7 @@ from torch import Tensor
 import attnzoo.forms.rowblocks
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
     LIMIT,
     Case,

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo import Gate, get, list_variants
 from attnzoo.registry import PAIRS
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
     LIMIT,
     Inputs,

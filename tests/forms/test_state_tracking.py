@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo import Gate, RecurrentState, get
-from attnzoo.testing.cases import LIMIT, relative_error
+from attnzoo.testing import LIMIT, relative_error
 
 T = 120
 

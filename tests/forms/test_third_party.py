@@ -20,7 +20,7 @@ from attnzoo.forms.protocol import Call, FormSet, Kernel
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.registry import unregister
-from attnzoo.testing.cases import relative_error
+from attnzoo.testing import relative_error
 
 NAMES = ("their_linear", "their_softmax")
 asked: list[str] = []

@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS, block_sizes, relative_error
+from attnzoo.testing import CPU_FORMS, block_sizes, relative_error
 from attnzoo.verify import _in_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap has no rule for in-place products

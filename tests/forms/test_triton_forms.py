@@ -21,7 +21,7 @@ from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.fox import GateSums
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import Case, Inputs, relative_error
+from attnzoo.testing import Case, Inputs, relative_error
 
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
 CLOSE = 2e-5  # float32

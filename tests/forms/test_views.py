@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo import Gate, build_attention, get, list_variants
 from attnzoo.errors import UnavailableError
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS
+from attnzoo.testing import CPU_FORMS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [name for name in list_variants("softmax") if "triton" in get(name).forms]

@@ -26,7 +26,7 @@ from torch import Tensor
 from attnzoo import Gate, KVCache, RecurrentState, get, list_variants
 from attnzoo.algebra.gate import is_closed
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import CPU_FORMS, block_sizes
+from attnzoo.testing import CPU_FORMS, block_sizes
 
 REGIMES = ("mixed", "open", "closing", "zero", "closed")
 

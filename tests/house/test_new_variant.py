@@ -22,7 +22,7 @@ from attnzoo import Pair, build_attention, describe, dual, get, list_variants, p
 from attnzoo import verify as verification
 from attnzoo.cli import app
 from attnzoo.registry import unregister
-from attnzoo.testing.cases import (
+from attnzoo.testing import (
     CPU_FORMS,
     LIMIT,
     Case,

@@ -15,7 +15,7 @@ from attnzoo import Gate, get, list_variants, oracle
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.linear import MOST_TOKENS, RecurrentParts, linear_step, linear_steps
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import Case, Inputs, relative_error
+from attnzoo.testing import Case, Inputs, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 1e-5  # float32

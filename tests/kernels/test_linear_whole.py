@@ -16,7 +16,7 @@ from attnzoo.layer.inplace import FixedCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.engine import Generator
-from attnzoo.testing.cases import relative_error
+from attnzoo.testing import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 24

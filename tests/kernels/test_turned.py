@@ -22,7 +22,7 @@ from attnzoo.kernels.path.reference import path_reference_lse
 from attnzoo.recurrences.complex_linear import Rotation, phases, rotate_all, rotate_rounded
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.samples import random_inputs
-from attnzoo.testing.cases import Inputs, relative_error, value_and_gradients
+from attnzoo.testing import Inputs, relative_error, value_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 2e-5  # float32

@@ -8,7 +8,7 @@ from attnzoo.algebra.gate import CLOSED, is_closed
 from attnzoo.layer import modules
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.testing.cases import block_sizes
+from attnzoo.testing import block_sizes
 
 
 def assert_compiles_for(lengths, attn, backend, dynamic=True):

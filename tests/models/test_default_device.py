@@ -9,7 +9,7 @@ from layers import forgetful as layer
 from attnzoo import get, list_variants
 from attnzoo.models import Generator
 from attnzoo.models.generation.proposals import look_up
-from attnzoo.testing.cases import Case
+from attnzoo.testing import Case
 
 
 @pytest.mark.parametrize("name", list_variants())
