@@ -21,6 +21,7 @@ from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
 from attnzoo.pair import Pair, Side, check_pair, check_parts
+from attnzoo.parallel.attention import shared
 
 # fmt: off
 # the pairs whose products the others are
@@ -248,7 +249,7 @@ def _get(name: str) -> Variant:
         paper=getattr(module, "PAPER", "") or pair.paper,
         requires=pair.requires,
         pair=pair,
-        forms=MappingProxyType(CheckedForms(name, pair.requires, forms)),
+        forms=MappingProxyType(CheckedForms(name, pair.requires, forms, shared)),
         extend=checked_extend(name, pair.requires, side, forms),
         module=module,
         form_set=forms,

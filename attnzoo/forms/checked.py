@@ -13,6 +13,9 @@ from attnzoo.errors import UnknownKeyError, unknown
 from attnzoo.forms.caches.state import check_state
 from attnzoo.forms.protocol import REFERENCE, FormSet, check_options
 
+# a form over fragments: forms, the form's name, (q, k, v, gate), the options, the fragments, the transport
+Shared = Callable[[FormSet, str, tuple[Any, ...], dict[str, Any], Any, str], Any]
+
 
 def form_set(module: ModuleType) -> FormSet:
     """The object ``FORMS`` of a variant's module.
@@ -36,24 +39,31 @@ class CheckedForms(dict[str, Callable[..., Any]]):
         UnknownKeyError: asked for another form; the message lists them and names the nearest.
     """
 
-    def __init__(self, name: str, requires: tuple[str, ...], forms: FormSet) -> None:
-        super().__init__({form: checked(name, requires, forms, form) for form in forms.forms})
+    def __init__(self, name: str, requires: tuple[str, ...], forms: FormSet, shared: Shared) -> None:
+        super().__init__({form: checked(name, requires, forms, form, shared) for form in forms.forms})
         self.name = name
 
     def __missing__(self, form: object) -> Callable[..., Any]:
         raise UnknownKeyError(str(unknown("form", form, self, of=repr(self.name))))
 
 
-def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str) -> Callable[..., Any]:
-    """A form of the variant ``name`` with checks of its options, inputs and gate parts (``requires``)."""
+def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str, shared: Shared) -> Callable[..., Any]:
+    """A form of the variant ``name`` with checks of its options, inputs and gate parts (``requires``).
+
+    With ``fragments=``, and ``transport=`` beside it, the inputs are this rank's rows of sequences that ranks share.
+    """
     run, taken = forms.forms[form], forms.options(form)
 
     @functools.wraps(run)
-    def run_checked(q: Any, k: Any, v: Any, gate: Any, **options: Any) -> Any:
+    def run_checked(
+        q: Any, k: Any, v: Any, gate: Any, *, fragments: Any = None, transport: str = "auto", **options: Any
+    ) -> Any:
         check_options(f"{form!r} of {name!r}", options, taken)
         check_inputs(name, requires, q, k, v, gate, options.get("scale"), options.get("valid"))
         with as_given(q):
-            return run(q, k, v, gate, **options)
+            if fragments is None:
+                return run(q, k, v, gate, **options)
+            return shared(forms, form, (q, k, v, gate), options, fragments, transport)
 
     return run_checked
 

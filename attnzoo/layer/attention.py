@@ -30,7 +30,9 @@ from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
+from attnzoo.layer.shared import SharedStream, shared_rows
 from attnzoo.layer.stream import LayerCache, Owner, Stream, rows_of_call
+from attnzoo.parallel.context import current
 from attnzoo.precision import LinearMap, PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -203,7 +205,12 @@ class Attention(PreciseModule):
         check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
-        stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
+        context = current()
+        if context is None:
+            stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
+        else:
+            others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
+            stream, packing = shared_rows(context, x, **others, forgetting=self.forget), None
         rows = x if packing is None else packing.unpack(x)
         if stream.valid is not None:
             rows = rows.masked_fill(~stream.valid[..., None], 0.0)
@@ -248,6 +255,8 @@ class Attention(PreciseModule):
         form = self._form(call)
         if self.keep_carries and form == "triton" and cache is None:
             call = replace(call, options=replace(options, keep_carries=True))  # type: ignore[type-var]
+        if isinstance(stream, SharedStream):
+            return stream.run(self.variant, form, call, self.keys_per_token), None
         if self.forget is None:
             o, state = run(self.variant, form, call, checked=not self._makes_all())
         else:

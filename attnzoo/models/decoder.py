@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -21,6 +22,7 @@ from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
+from attnzoo.parallel.context import context_parallel, current
 from attnzoo.precision import LinearMap, PreciseModule
 
 
@@ -395,4 +397,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 
 def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+    context = current()
+    if context is not None:  # the backward pass may run in another thread, outside of the block of code
+        arguments["context_fn"] = lambda: (nullcontext(), context_parallel(*context))
     return cast(Tensor, checkpoint(block, x, use_reentrant=False, **arguments))

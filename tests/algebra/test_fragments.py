@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import assert_close, value_and_gradients
 
 from attnzoo import dual, get, list_variants
 from attnzoo.algebra import fragments
 from attnzoo.algebra.transitions import HeadGate, heads_first
 from attnzoo.samples import random_inputs
+from attnzoo.testing import assert_close, value_and_gradients
 
 
 def pieces(name, q, k, v, gate, borders):

@@ -27,6 +27,7 @@ FLOORS = (
     ("forgetting",),
     ("recurrences",),
     ("encodings",),
+    ("parallel",),
     ("pair",),
     ("registry",),
     ("samples",),

@@ -1,0 +1,80 @@
+"""A call of a layer on this rank's rows of sequences that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.algebra.values import as_given
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.stream import Stream
+from attnzoo.parallel.attention import attend
+from attnzoo.parallel.collectives import tied
+from attnzoo.parallel.context import Context
+from attnzoo.parallel.rows import Rows, of_all_fragments
+from attnzoo.registry import Variant
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SharedStream(Stream):
+    """Rows that are some fragments of sequences; what a window needs of earlier ones comes from their ranks."""
+
+    context: Context
+
+    def positions(self) -> Tensor:
+        return self.context.fragments.positions().to(self.device).expand(self.shape)
+
+    def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        fragments, n = self.context.fragments, size - 1
+        if not n:
+            return fn(x)
+        ends = [F.pad(one, (0, 0, max(0, n - one.shape[1]), 0))[:, -n:] for one in fragments.cut(x)]
+        knots = []
+        if fragments.ranks > 1:
+            (ends,), knot = of_all_fragments(fragments, ends)
+            knots.append(knot)
+        spaced, places, at, width = [], [], 0, 0
+        for row in fragments.own:
+            number = fragments.table.index(row)
+            earlier = [ends[i][:, -min(n, other.size) :] for i, other in enumerate(fragments.table[:number])]
+            borders = [row.start, *(b for b in fragments.borders if row.start < b < row.stop), row.stop]
+            for start, stop in pairwise(borders):
+                begin = max(b for b in fragments.borders if b <= start)  # of its document
+                before = x[:, :0] if start > row.start else torch.cat([x[:, :0], *earlier], 1)
+                before = before[:, max(0, before.shape[1] - min(n, start - begin)) :]
+                spaced += [F.pad(before, (0, 0, n - before.shape[1], 0)), x[:, at : at + stop - start]]
+                places.append(torch.arange(width, width + stop - start))
+                at, width = at + stop - start, width + n + stop - start
+        out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
+        return tied(out, *knots)
+
+    def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
+        """What the variant gives of the call."""
+        fragments, transport = self.context
+        if keys_per_token > 1:
+            fragments = fragments.repeat(keys_per_token)
+        with as_given(call.q):
+            rows = Rows(call.q, call.k, call.v, call.gate, call.options)
+            return attend(variant.form_set, form, rows, fragments, transport)
+
+
+def shared_rows(context: Context, x: Tensor, **others: object) -> SharedStream:
+    """The stream of a call on this rank's rows.
+
+    Raises:
+        ValueError: another number of rows, or one of ``others`` that is not None: fragments have no use for it.
+    """
+    fragments = context.fragments
+    expected = fragments.count(fragments.rank)
+    if x.shape[1] != expected:
+        raise ValueError(f"x: expected the {expected} tokens of rank {fragments.rank}, got {tuple(x.shape)}")
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(f"{name}: expected None in context_parallel, got {type(given).__name__}")
+    return SharedStream(None, None, (x.shape[0], x.shape[1]), x.device, context=context)

@@ -1,0 +1,6 @@
+"""One sequence over several ranks: fragments of it, and what layers and forms send each other about them."""
+
+from attnzoo.parallel.context import context_parallel
+from attnzoo.parallel.fragments import Fragments
+
+__all__ = ["Fragments", "context_parallel"]

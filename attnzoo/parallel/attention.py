@@ -1,0 +1,119 @@
+"""One call of a form over fragments: by which transport, and why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.errors import UnavailableError, unknown
+from attnzoo.forms.additive import AdditiveForms
+from attnzoo.forms.linear import LinearForms
+from attnzoo.forms.protocol import REFERENCE
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.parallel.fragments import Fragments
+from attnzoo.parallel.heads import by_heads, by_tokens, unshared
+from attnzoo.parallel.keys import with_earlier_keys
+from attnzoo.parallel.rows import Rows, separated
+from attnzoo.parallel.states import scan_states
+
+logger = logging.getLogger(__name__)
+
+Inputs = tuple[Tensor, Tensor, Tensor, Gate]
+Transport = Literal["auto", "gather", "heads", "pruned"]
+
+
+def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str = "auto") -> Any:
+    """What ``form`` gives for this rank's rows of a sequence that ranks share; called by all of them.
+
+    Args:
+        forms: of a variant.
+        rows: this rank's, as :class:`Fragments` has them, and options without ``valid`` and ``cu_seqlens``.
+        transport: see :func:`attnzoo.parallel.context_parallel`.
+
+    Raises:
+        TypeError: forms that are none of this package's kinds.
+        ValueError: an option that fragments have no use for, another number of rows, or an unknown transport.
+        UnavailableError: a transport that cannot serve the call.
+    """
+    _check_kind(forms)
+    for name in ("valid", "cu_seqlens"):
+        if getattr(rows.options, name) is not None:
+            raise ValueError(f"{name}: expected None with fragments (they hold the documents' borders), got a tensor")
+    if transport not in get_args(Transport):
+        raise unknown("transport", transport, get_args(Transport))
+    fragments.cut(rows.q)
+    if fragments.ranks == 1:
+        borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
+        return _whole(forms, form, replace(rows, options=replace(rows.options, cu_seqlens=borders)))
+    chosen, why = choose(forms, form, rows, fragments, transport)
+    _say(f"context parallelism over {fragments.ranks} ranks: {type(forms).__name__} by {chosen} ({why})")
+    if chosen == "heads":
+        found = _whole(forms, form, by_heads(rows, fragments))
+        if isinstance(found, Tensor):
+            return by_tokens(found, fragments)
+        return tuple(by_tokens(x, fragments) for x in found)
+    rows = replace(rows, gate=separated(rows.gate, rows.q, fragments))
+    if isinstance(forms, LinearForms):
+        return scan_states(forms, form, rows, fragments)
+    return with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
+
+
+def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragments: Fragments, transport: str) -> Any:
+    """:func:`attend` of a form by the name, whose inputs have been checked alone."""
+    if not isinstance(fragments, Fragments):
+        raise TypeError(f"fragments: expected attnzoo.parallel.Fragments, got {type(fragments).__name__}")
+    _check_kind(forms)
+    given = forms.OPTIONS(**options)
+    forms.check(*inputs, given)
+    name = form if form in forms.kernels else REFERENCE
+    return attend(forms, name, Rows(*inputs, given), fragments, transport)
+
+
+def choose(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[str, str]:
+    """The transport of a call, and why.
+
+    Raises:
+        UnavailableError: the one that is asked for cannot serve the call.
+    """
+    linear, kernel = isinstance(forms, LinearForms), form != REFERENCE
+    alone = f"the {form} form takes whole sequences alone"
+    if linear:  # of packed documents a closed decay is the border
+        whole = kernel and len(fragments.borders) > 2 and rows.gate.log_decay is None
+    else:
+        whole = kernel and not isinstance(forms, AdditiveForms)
+    if transport == "heads" or (transport == "auto" and whole):
+        why = unshared(rows.q.shape[2], fragments.ranks)
+        if why:
+            raise UnavailableError(f"transport='heads': {why}{f' ({alone})' if whole else ''}")
+        return "heads", alone if whole else "as asked"
+    if whole:
+        raise UnavailableError(f"transport={transport!r}: {alone}, expected 'heads'")
+    if linear:
+        return "states", "a linear side sends its states"
+    prune = rows.options.prune
+    if transport == "pruned" and prune is None:
+        raise UnavailableError("transport='pruned': expected prune=Prune(...), without which every key is needed")
+    if transport != "gather" and prune is not None:
+        return "pruned", f"eps {prune.eps:.3g}"
+    return "gather", "as asked" if transport == "gather" else "nothing is pruned"
+
+
+def _check_kind(forms: Any) -> None:
+    if not isinstance(forms, (LinearForms, SoftmaxForms)):
+        raise TypeError(f"fragments: expected forms of LinearForms or SoftmaxForms, got {type(forms).__name__}")
+
+
+def _whole(forms: Any, form: str, rows: Rows) -> Any:
+    return forms.whole(form, rows.q, rows.k, rows.v, rows.gate, rows.options)
+
+
+@cache
+def _say(text: str) -> None:
+    """Log it, once per process."""
+    logger.info("%s", text)

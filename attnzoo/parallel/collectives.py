@@ -1,0 +1,83 @@
+"""What ranks tell each other, with gradients: each is one operation of ``torch.distributed`` there and one back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for these
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(group: Any, ranks: int, *xs: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Those of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes."""
+    *found, knot = _Gather.apply(group, ranks, *xs)  # type: ignore[no-untyped-call]
+    return found, knot
+
+
+def exchange(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """Rows ``[n, ...]``, so many to each rank in turn, for so many from each."""
+    return cast(Tensor, _Exchange.apply(group, x, list(sends), list(receives)))  # type: ignore[no-untyped-call]
+
+
+def tied(x: Tensor, *knots: Tensor) -> Tensor:
+    """``x``, whose gradient goes through the collectives that gave these knots, whether or not it comes from them.
+
+    A rank that has read nothing of what it was sent must still send the others the gradients of what is theirs.
+    """
+    return cast(Tensor, _Tied.apply(x, *knots))  # type: ignore[no-untyped-call]
+
+
+def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """:func:`exchange` without a gradient."""
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """One node for all tensors, so that all ranks ask for their gradients in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, found = group, []
+        for x in xs:
+            found.append(x.new_empty(ranks, *x.shape))
+            _all_gather(found[-1].view(-1), x.contiguous().view(-1), group=group)
+        return *found, xs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = []
+        for grad in grads[:-1]:
+            found.append(grad.new_empty(grad.shape[1:]))
+            _reduce_scatter(found[-1].view(-1), grad.contiguous().view(-1), group=ctx.group)
+        return None, None, *found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, (sends, receives)
+        return swap(group, x, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        sends, receives = ctx.sizes
+        return None, swap(ctx.group, grad, receives, sends), None, None
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *knots: Tensor) -> Tensor:
+        ctx.save_for_backward(*knots)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *ctx.saved_tensors  # without entries

@@ -1,0 +1,74 @@
+"""Heads for tokens: each rank gets all tokens of some heads, and any form serves (Jacobs et al., "Ulysses", 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import PARTS, Gate, expand_heads
+from attnzoo.parallel.collectives import exchange
+from attnzoo.parallel.fragments import Fragments
+from attnzoo.parallel.rows import Rows
+
+
+def unshared(heads: int, ranks: int) -> str:
+    """Why so many query heads cannot be shared out, or ""."""
+    return "" if heads % ranks == 0 else f"expected query heads that {ranks} ranks can share, got {heads}"
+
+
+def by_heads(rows: Rows, fragments: Fragments) -> Rows:
+    """All tokens of this rank's share of the heads, as one row of packed documents where there are several."""
+    H, W = rows.q.shape[2], fragments.ranks
+    borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
+    options = replace(rows.options, cu_seqlens=borders)
+    for name in ("sink", "logit_bound"):
+        if (x := getattr(options, name, None)) is not None:
+            options = replace(options, **{name: _share(x, fragments)})
+    if (write := getattr(options, "write", None)) is not None:
+        options = replace(options, write=_to_heads(_divisible(write, H, W), fragments))
+
+    def part(name: str) -> Tensor:
+        x = getattr(rows.gate, name)
+        if x.ndim == 1:  # of every token: a number per head, or angles for all of them
+            return _share(x, fragments) if name == "log_decay" else x
+        alike = x.shape[2] == 1 and PARTS[name].per_query_head  # all heads
+        return _to_heads(x if alike else _divisible(x, H, W), fragments)
+
+    q = _to_heads(rows.q, fragments)
+    k, v = (_to_heads(_divisible(x, H, W), fragments) for x in (rows.k, rows.v))
+    return Rows(q, k, v, Gate(**{name: part(name) for name in rows.gate.parts}), options)
+
+
+def by_tokens(x: Tensor, fragments: Fragments) -> Tensor:
+    """This rank's rows of all heads, from all tokens ``[B, T, heads, ...]`` of its share of them."""
+    order = torch.cat([fragments.index(rank) for rank in range(fragments.ranks)]).to(x.device)
+    counts, own = [fragments.count(rank) for rank in range(fragments.ranks)], fragments.count(fragments.rank)
+    sent = x.transpose(0, 1).index_select(0, order)  # [T, B, heads, ...], rank by rank
+    got = exchange(fragments.group, sent, counts, [own] * fragments.ranks)
+    by_rank: Tensor = got.unflatten(0, (fragments.ranks, own))
+    return by_rank.movedim(0, 2).flatten(2, 3).transpose(0, 1)
+
+
+def _to_heads(x: Tensor, fragments: Fragments) -> Tensor:
+    """All tokens ``[B, T, heads / ranks, ...]`` from this rank's ``[B, n, heads, ...]``; one head goes to all."""
+    W = fragments.ranks
+    counts, own = [fragments.count(rank) for rank in range(W)], fragments.count(fragments.rank)
+    x = x.transpose(0, 1)
+    if x.shape[2] == 1:
+        x = x.expand(*x.shape[:2], W, *x.shape[3:])
+    sent = x.unflatten(2, (W, -1)).movedim(2, 0).flatten(0, 1)  # [W * n, B, heads / W, ...]
+    got = exchange(fragments.group, sent, [own] * W, counts)
+    order = torch.cat([fragments.index(rank) for rank in range(W)])
+    return got.index_select(0, order.argsort().to(x.device)).transpose(0, 1)
+
+
+def _divisible(x: Tensor, heads: int, ranks: int) -> Tensor:
+    """``[B, n, heads, ...]`` that ranks can share: a copy for each query head where key heads are too few."""
+    return x if x.shape[2] % ranks == 0 else expand_heads(x, heads)
+
+
+def _share(x: Tensor, fragments: Fragments) -> Tensor:
+    """This rank's of one number per query head."""
+    return x.chunk(fragments.ranks)[fragments.rank]

@@ -1,0 +1,122 @@
+"""The softmax side over fragments: a cache of the keys before each fragment, from which the variant's own form goes on.
+
+Keys are carried to the end of their fragment where they are, over the fragments between where they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.fragments import carried, times
+from attnzoo.algebra.gate import PARTS, expand_heads
+from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
+from attnzoo.forms.caches.state import KVCache
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.parallel.collectives import tied
+from attnzoo.parallel.fragments import Fragments
+from attnzoo.parallel.pruned import Needed, allowed
+from attnzoo.parallel.rows import Rows, of_all_fragments, of_all_tokens
+from attnzoo.recurrences.products import transition_of
+
+
+@dataclass(frozen=True, eq=False)
+class Earlier:
+    """Keys, values and gates that fragments have sent, by fragment in the order of the text.
+
+    Args:
+        k: carried to the fragment's end, ``[B, n, G or H, K]``.
+        v: ``[B, n, G or H, V]``.
+        log_decay: ``[B, n, H]``, or None.
+        totals: of the transitions of each fragment; None for the identity.
+    """
+
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    log_decay: Sequence[Tensor] | None
+    totals: Sequence[Tensor] | None
+
+    def cache(self, number: int, last: int | None, angle: Tensor | None) -> KVCache | None:
+        """The last keys before fragment ``number`` (None: all), carried to its start; None if there are none."""
+        keys: list[Tensor] = []
+        for n, k in enumerate(self.k[:number]):
+            if self.totals is not None and n:
+                total = self.totals[n]
+                keys = [times(total, x.transpose(1, 2)).transpose(1, 2) for x in keys]
+            keys.append(k)
+        count = sum(k.shape[1] for k in keys)
+        if not count or last == 0:
+            return None
+        first = 0 if last is None else max(0, count - last)
+        k, v = (torch.cat(list(xs), 1)[:, first:] for xs in (keys, self.v[:number]))
+        g = None if self.log_decay is None else torch.cat(list(self.log_decay[:number]), 1)[:, first:]
+        phase = None if angle is None else angle.new_zeros(1, 1, 1, angle.shape[-1], dtype=torch.float64)
+        return KVCache(k, v, g, phase=phase, carried=self.totals is not None)
+
+
+def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments, pruned: bool) -> Any:
+    """This rank's outputs, and their log-sum-exps with ``return_lse``.
+
+    Args:
+        pruned: whether only those keys travel of which ``prune`` says that a row may need them.
+    """
+    gate, options = rows.gate.per_token(rows.q), rows.options
+    rows = replace(rows, gate=gate)
+    k, totals = _to_the_ends(forms, rows, fragments)
+    heads = k.shape[2]
+    v, g = expand_heads(rows.v, heads), gate.log_decay
+    rows = replace(rows, k=expand_heads(rows.k, heads), v=v)
+    sent = [k, v] if g is None else [k, v, g]
+    needed = None
+    if pruned:
+        needed = Needed.of(rows, fragments, heads)
+        found, knot = needed.send(*sent)
+        options = replace(options, prune=allowed(options.prune))
+    else:
+        found, knot = of_all_tokens(fragments, *sent)
+    knots, all_totals = [knot], None
+    if totals is not None:
+        (all_totals,), knot = of_all_fragments(fragments, totals)
+        knots.append(knot)
+    earlier = Earlier(found[0], found[1], found[2] if g is not None else None, all_totals)
+    outputs: list[Any] = []
+    for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
+        number = fragments.table.index(row)
+        last = None if options.window is None else options.window - 1
+        gate = piece.gate
+        if needed is not None:
+            last = needed.most(number)
+        cache = earlier.cache(number, last, gate.angle)
+        if needed is not None and cache is not None:
+            cache, gate = needed.hide(number, cache, gate)
+        if cache is None:
+            outputs.append(forms.whole(form, piece.q, piece.k, piece.v, gate, options))
+        else:
+            outputs.append(forms.go_on(form, piece.q, piece.k, piece.v, gate, cache, options)[0])
+    if not options.return_lse:
+        return tied(torch.cat(outputs, 1), *knots)
+    o, lse = (torch.cat(xs, 1) for xs in zip(*outputs, strict=True))
+    return tied(o, *knots), lse
+
+
+def _to_the_ends(forms: SoftmaxForms, rows: Rows, fragments: Fragments) -> tuple[Tensor, list[Tensor] | None]:
+    """The keys of each fragment carried to its end, and the totals of its transitions (None for the identity)."""
+    transition = forms.transition
+    if isinstance(transition, Identity):
+        transition = transition_of(rows.gate.parts)
+    if isinstance(transition, Identity):
+        return rows.k, None
+    G, H = rows.k.shape[2], rows.q.shape[2]
+    own = any(PARTS[part].carries and getattr(rows.gate, part).shape[2] not in (1, G) for part in rows.gate.parts)
+    heads, keys, totals = H if own else G, [], []
+    for piece in rows.cut(fragments):
+        k = heads_first(piece.k, heads, compute_dtype(piece.k))
+        gate = replace(piece.gate, log_decay=None)
+        one = carried(transition, k, k, HeadGate.of(gate, k.transpose(1, 2)))
+        keys.append(one.k.transpose(1, 2))
+        totals.append(cast(Tensor, one.total))
+    return torch.cat(keys, 1), totals

@@ -1,0 +1,74 @@
+"""The rows of one call that a rank has, and what it knows of those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.parallel.collectives import gather
+from attnzoo.parallel.fragments import Fragments
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a call: q ``[B, n, H, K]``, k, v, the gate, and the options of the side."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+    options: Any
+
+    def cut(self, fragments: Fragments) -> list[Rows]:
+        """Those of each fragment of this rank."""
+        at, found = 0, []
+        write = getattr(self.options, "write", None)
+        for size in fragments.sizes:
+            span = slice(at, at + size)
+            options = self.options if write is None else replace(self.options, write=write[:, span])
+            gate = self.gate.slice(at, at + size)
+            found.append(Rows(self.q[:, span], self.k[:, span], self.v[:, span], gate, options))
+            at += size
+        return found
+
+
+def separated(gate: Gate, q: Tensor, fragments: Fragments) -> Gate:
+    """The gate of this rank's rows, closed where a document begins."""
+    begins = fragments.begins()
+    if begins is None:
+        return gate
+    gate = gate.per_token(q)
+    g = gate.log_decay
+    if g is None:
+        g = q.new_zeros(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return replace(gate, log_decay=g.masked_fill(begins.to(q.device)[:, None], -torch.inf))
+
+
+def of_all_fragments(fragments: Fragments, *kinds: Sequence[Tensor]) -> tuple[list[list[Tensor]], Tensor]:
+    """Of each kind, one tensor per fragment in the order of the text, from those of this rank's fragments.
+
+    All of a kind have one shape; all kinds are sent together. Then the knot for :func:`tied`.
+    """
+    slots = fragments.slots
+    stacked = [F.pad(torch.stack(list(xs)), (0, 0) * xs[0].ndim + (0, slots - len(xs))) for xs in kinds]
+    found, knot = gather(fragments.group, fragments.ranks, *stacked)
+    return [[x[row.rank, fragments.slot(row)] for row in fragments.table] for x in found], knot
+
+
+def of_all_tokens(fragments: Fragments, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+    """Of each of this rank's ``rows [B, n, ...]``, those of each fragment in the order of the text, and the knot."""
+    most = max(map(fragments.count, range(fragments.ranks)))
+    padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows]
+    lengths = [[row.size for row in fragments.of_rank(rank)] for rank in range(fragments.ranks)]
+    gathered, knot = gather(fragments.group, fragments.ranks, *padded)
+    found = []
+    for x in gathered:
+        cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in zip(x.unbind(), lengths, strict=True)]
+        found.append([cuts[row.rank][fragments.slot(row)] for row in fragments.table])
+    return found, knot

@@ -1,0 +1,205 @@
+"""A form over fragments on several ranks gives what it gives of the whole sequence, gradients too."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+
+from attnzoo import Gate, Prune, get, list_variants
+from attnzoo.parallel import Fragments, collectives, pruned
+from attnzoo.samples import random_inputs
+from attnzoo.testing import assert_close, leaves_of
+
+T, RANKS = 23, 3
+
+
+@dataclass
+class Run:
+    """A form of whole sequences, and over fragments: the output and gradients of both."""
+
+    name: str
+    fragments: Fragments
+    inputs: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    transport: str = "auto"
+
+    def whole(self):
+        borders = self.fragments.borders
+        packed = {"cu_seqlens": torch.tensor(borders)} if len(borders) > 2 else {}
+        return self._run(lambda q, k, v, gate: self._form(q, k, v, gate, **self.options, **packed), self.inputs)
+
+    def _form(self, *inputs, **options):
+        return get(self.name).forms["parallel"](*inputs, **options)
+
+    def _run(self, form, inputs, cotangent=lambda x: x):
+        q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+        gate = inputs[3].map(lambda part: part.detach().clone().requires_grad_())
+        leaves = leaves_of((q, k, v, gate))
+        o = form(q, k, v, gate)
+        do = torch.randn(1, T, *o.shape[2:], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        grads = torch.autograd.grad(o, tuple(leaves.values()), cotangent(do), allow_unused=True)
+        pairs = zip(leaves.items(), grads, strict=True)
+        return {"o": o.detach(), **{n: torch.zeros_like(x) if g is None else g for (n, x), g in pairs}}
+
+    def together(self):
+        def rank(number):
+            own = self.fragments
+            *rows, gate = self.inputs
+            local = gate.map(lambda part: part if part.ndim == 1 else own.shard(part))
+
+            def form(q, k, v, gate):
+                return self._form(q, k, v, gate, fragments=own, transport=self.transport, **self.options)
+
+            return self._run(form, (*own.shard(*rows), local), own.shard)
+
+        found = on_ranks(self.fragments.ranks, rank)
+        index = torch.cat([self.fragments.index(r) for r in range(self.fragments.ranks)]).argsort()
+        joined = {}
+        for name in found[0]:
+            parts = [one[name] for one in found]
+            joined[name] = sum(parts) if parts[0].ndim == 1 else torch.cat(parts, 1)[:, index]
+        return joined
+
+
+def compare(run):
+    whole, together = run.whole(), run.together()
+    assert_close({"o": together.pop("o")}, {"o": whole.pop("o")}, 1e-10)
+    assert_close(together, whole, 1e-9)
+
+
+@st.composite
+def tables(draw, ranks=RANKS):
+    """Any table: uneven, empty and neighbouring fragments, and documents that end anywhere."""
+    cuts = sorted(draw(st.sets(st.integers(1, T - 1), min_size=ranks - 1, max_size=6)))
+    spans = list(zip([0, *cuts], [*cuts, T], strict=True))
+    owners = draw(st.permutations([n % ranks for n in range(len(spans))]))
+    borders = [0, *sorted(draw(st.sets(st.integers(1, T - 1), max_size=2))), T]
+    empty = [(cuts[0], cuts[0], 0)]
+    return Fragments.of([*((a, b, r) for (a, b), r in zip(spans, owners, strict=True)), *empty], ranks, borders)
+
+
+def shut_at_cuts(gate, fragments):
+    for part in ("log_decay", "log_diag"):
+        gates = getattr(gate, part)
+        if gates is not None and gates.ndim > 1:
+            gates[:, [row.start for row in fragments.table]] = -torch.inf
+
+
+@pytest.mark.parametrize("name", list_variants())
+@settings(max_examples=3)
+@given(data=st.data())
+def test_ranks_together_give_what_one_does(name, data):
+    fragments = data.draw(tables())
+    regime = data.draw(st.sampled_from(("mixed", "open", "closed")))
+    H, G = data.draw(st.sampled_from(((3, 1), (6, 3), (2, 2))))
+    inputs = random_inputs(name, B=1, T=T, H=H, G=G, K=4, V=3, regime=regime, seed=data.draw(st.integers(0, 99)))
+    if data.draw(st.booleans(), label="closed exactly at the cuts"):
+        shut_at_cuts(inputs[3], fragments)
+    options = {}
+    if get(name).side == "softmax":
+        if data.draw(st.booleans(), label="window"):
+            options["window"] = data.draw(st.integers(1, 12))
+        if data.draw(st.booleans(), label="sink"):
+            options["sink"] = torch.linspace(-1, 1, H, dtype=torch.float64)
+    transport = data.draw(st.sampled_from(("auto", "heads"))) if H % RANKS == 0 else "auto"
+    compare(Run(name, fragments, inputs, options, transport))
+
+
+@pytest.mark.parametrize("name", ["fox", "alibi", "path_fox", "fox_rope"])
+def test_what_is_not_sent_weighs_no_more_than_eps(name):
+    """With next to nothing allowed the result is the whole one; with more no output moves by more than it may."""
+    for table, borders, window in ((None, T, None), (Fragments.zigzag, [0, 9, T], 11), (Fragments.contiguous, T, None)):
+        fragments = (
+            Fragments.of([(0, 2, 1), (2, 9, 0), (9, 15, 2), (15, T, 1)], 3, borders)
+            if table is None
+            else table(borders, 3)
+        )
+        inputs = random_inputs(name, B=1, T=T, H=4, G=2, K=4, V=3, regime="closing" if window else "open", seed=5)
+        options = {} if window is None else {"window": window}
+        run = Run(name, fragments, inputs, {**options, "prune": Prune(1e-30)})
+        whole = replace(run, options=options).whole()
+        together = run.together()
+        assert_close({"o": together.pop("o")}, {"o": whole["o"]}, 1e-10)
+        assert_close(together, {n: x for n, x in whole.items() if n != "o"}, 1e-9)
+        eps = 0.05
+        moved = replace(run, options={**options, "prune": Prune(eps)}).together()["o"] - whole["o"]
+        assert float(moved.abs().max()) <= 2 * eps * float(inputs[2].abs().max())
+
+
+def test_no_byte_of_a_key_crosses_that_the_certificate_drops(monkeypatch):
+    """Every row that any rank hands to a collective is one that some rank needs, and each is sent once to it."""
+    fragments = Fragments.zigzag(240, 3)
+    q, k, v, gate = random_inputs("fox", B=2, T=240, H=4, G=2, K=4, V=3, regime="open", seed=1)
+    gate = Gate(log_decay=torch.tensor([-3.0, -0.7, -0.1, -0.004], dtype=torch.float64).expand(2, 240, 4) * 1.0)
+    k[..., 0] = torch.arange(2 * 240 * 2).view(2, 240, 2) * 1e-6  # its name
+    sent = []
+    swap = collectives.swap
+    monkeypatch.setattr(
+        pruned, "swap", lambda group, x, *sizes: sent.append((dist.get_rank(), x, sizes[0])) or swap(group, x, *sizes)
+    )
+    gathered = []
+    all_gather = collectives._all_gather
+    monkeypatch.setattr(
+        collectives, "_all_gather", lambda out, x, group: gathered.append(x.numel()) or all_gather(out, x, group=group)
+    )
+    eps = 1e-3
+
+    def rank(_):
+        local = gate.map(fragments.shard)
+        return get("fox").forms["parallel"](*fragments.shard(q, k, v), local, prune=Prune(eps), fragments=fragments)
+
+    on_ranks(3, rank)
+    names = {}
+    for source, x, sizes in sent:
+        if x.shape[1] == 4:  # keys
+            for target, rows in enumerate(x.split(sizes)):
+                ids = (rows[:, 0] * 1e6).round().long().tolist()
+                assert len(set(ids)) == len(ids)
+                names[source, target] = set(ids)
+    assert len(names) == 9
+    assert max(gathered) <= 6 * 2 * 4 * 2  # numbers per fragment, batch and head, and no keys
+    expected = certified(q, k, gate, fragments, eps / 16)
+    total = 0
+    for (source, target), ids in names.items():
+        assert ids == expected.get((source, target), set())
+        total += len(ids)
+    assert 0 < total < 0.7 * sum(len(x) for x in certified(q, k, gate, fragments, 1e-300).values())
+
+
+def certified(q, k, gate, fragments, eps):
+    """The names of the keys that each rank must have of each other, by the tail certificate written out."""
+    found = {}
+    scaled, keys = q.transpose(1, 2) * q.shape[-1] ** -0.5, k.transpose(1, 2).repeat_interleave(2, 1)
+    c = gate.log_decay.transpose(1, 2).cumsum(-1)
+    own = (scaled * keys).sum(-1)
+    for b in fragments.table:
+        rows = slice(b.start, b.stop)
+        upper = scaled[:, :, rows].norm(dim=-1).amax(-1) * keys[:, :, : b.stop].norm(dim=-1).amax(-1)
+        worst = upper + (c - own)[:, :, rows].amax(-1)
+        for j in range(b.start):
+            needed = worst + torch.logsumexp(-c[:, :, : j + 1], -1) > math.log(eps) - 1e-3
+            source = next(row.rank for row in fragments.table if row.start <= j < row.stop)
+            if source != b.rank:
+                for batch, head in needed.view(2, 2, 2).any(-1).nonzero().tolist():
+                    found.setdefault((source, b.rank), set()).add(batch * 480 + j * 2 + head)
+    return found
+
+
+def test_log_sum_exps_come_too():
+    inputs = random_inputs("path_fox", B=1, T=T, H=4, G=2, K=4, V=3, seed=3)
+    fragments = Fragments.zigzag([0, 7, T], 2)
+    form = get("path_fox").forms["parallel"]
+
+    def rank(_):
+        local = inputs[3].map(fragments.shard)
+        return form(*fragments.shard(*inputs[:3]), local, return_lse=True, fragments=fragments)[1]
+
+    lse = form(*inputs, return_lse=True, cu_seqlens=torch.tensor(fragments.borders))[1]
+    for number, found in enumerate(on_ranks(2, rank)):
+        assert torch.allclose(found, lse[:, fragments.index(number)], rtol=0, atol=1e-10)

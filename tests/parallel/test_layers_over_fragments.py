@@ -1,0 +1,108 @@
+"""Layers and models on several ranks give what one process gives of whole sequences, gradients too."""
+
+import copy
+
+import pytest
+import torch
+from layers import layer, rows
+from ranks import on_ranks
+
+from attnzoo import list_variants
+from attnzoo.config import ModelConfig
+from attnzoo.forgetting.rules import Forgetting
+from attnzoo.models import LanguageModel
+from attnzoo.parallel import Fragments, context_parallel
+
+T = 19
+TABLES = {
+    "zigzag": Fragments.zigzag([0, 8, T], 2),
+    "any": Fragments.of([(0, 1, 1), (1, 3, 0), (3, 4, 1), (4, 11, 0), (11, T, 1)], 2, [0, 2, 12, T]),
+}
+LAYERS = {
+    **{name: {"name": name} for name in list_variants()},
+    "fox pro with ACP, window and sinks": {"name": "fox", "block": "pro", "acp": True, "window": 6, "sinks": True},
+    "path_fox pro": {"name": "path_fox", "block": "pro"},
+    "retnet with rotations": {"name": "retnet", "rotary": 10000.0},
+    "mamba2 with convolutions": {"name": "mamba2", "conv_size": 4, "skip": True},
+    "path with two factors": {"name": "path", "num_householder": 2},
+    "gated DeltaProduct": {"name": "gated_deltanet", "num_householder": 2},
+}
+
+
+def gradients(module, loss):
+    parameters = dict(module.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def assert_all_close(got, expected, limit):
+    largest = max(float(x.abs().max()) for x in expected.values())
+    for name, x in expected.items():
+        error = float((got[name] - x).abs().max())
+        assert error <= limit * max(float(x.abs().max()), 1e-3 * largest), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_on_two_ranks_is_the_layer(case):
+    attn, x = layer(**LAYERS[case]), rows(1, T)
+    for fragments in TABLES.values():
+        whole = attn(x, cu_seqlens=torch.tensor(fragments.borders))
+        expected = gradients(attn, whole.square().sum())
+
+        def rank(_, fragments=fragments):
+            mine = copy.deepcopy(attn)
+            with context_parallel(fragments):
+                y = mine(fragments.shard(x))
+            return y.detach(), gradients(mine, y.square().sum())
+
+        found = on_ranks(2, rank)
+        for number, (y, _) in enumerate(found):
+            assert (y - whole[:, fragments.index(number)]).abs().max() <= 1e-10 * whole.abs().max()
+        assert_all_close({n: found[0][1][n] + found[1][1][n] for n in expected}, expected, 1e-9)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_hybrid_model_on_two_ranks_has_the_same_loss_and_gradients(recompute):
+    layers = ["gated_deltanet", {"name": "fox", "options": {"block": "pro"}}]
+    torch.manual_seed(0)
+    config = ModelConfig(
+        attention=layers, hidden_size=32, num_layers=2, num_heads=2, vocab_size=40, initializer_range=0.3
+    )
+    model, fragments = LanguageModel(config).double(), TABLES["any"]
+    model.recompute = recompute
+    tokens = torch.randint(40, (1, T + 1), generator=torch.Generator().manual_seed(1))
+    given = {"cu_seqlens": torch.tensor(fragments.borders), "with_logits": False}
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:], **given).loss
+    expected = gradients(model, loss)
+
+    def rank(number):
+        mine = copy.deepcopy(model)
+        inputs, targets = fragments.shard(tokens[:, :-1], tokens[:, 1:])
+        with context_parallel(fragments):
+            part = mine(inputs, targets=targets, with_logits=False).loss * (fragments.count(number) / T)
+        return part.detach(), gradients(mine, part)
+
+    (first, of_first), (second, of_second) = on_ranks(2, rank)
+    assert abs(float(first + second - loss.detach())) <= 1e-10
+    assert_all_close({n: of_first[n] + of_second[n] for n in expected}, expected, 1e-9)
+
+
+def test_what_cannot_be_shared_is_refused_by_name():
+    fragments = Fragments.contiguous(T, 1)
+    attn, x = layer("fox"), rows(1, T)
+    with context_parallel(fragments):
+        with pytest.raises(ValueError, match="cache: expected None in context_parallel, got LayerCache"):
+            attn(x, cache=attn.new_cache())
+        with pytest.raises(ValueError, match="x: expected the 19 tokens of rank 0"):
+            attn(x[:, :5])
+        with pytest.raises(ValueError, match="forgetting: expected None in context_parallel"):
+            layer("fox", forgetting=Forgetting())(x)
+    with pytest.raises(ValueError, match="did you mean 'heads'"), context_parallel(fragments, "head"):
+        pass
+
+
+def test_one_rank_is_bit_equal_to_no_fragments():
+    attn, x = layer("fox", "pro"), rows(2, T)
+    with context_parallel(Fragments.contiguous(T, 1)):
+        shared = attn(x)
+    assert torch.equal(shared, attn(x))
