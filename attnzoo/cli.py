@@ -111,7 +111,8 @@ def show(name: str, preset: bool) -> None:
 
 def _show_preset(name: str) -> None:
     """Sizes and counts of a preset, and how it was trained."""
-    from attnzoo.models.presets import parameters, preset
+    from attnzoo.models.presets import outline, parameters, preset
+    from attnzoo.training.throughput import Operations
 
     found = preset(name)
     model, recipe, count = found.model, found.recipe, parameters(name)
@@ -127,6 +128,7 @@ def _show_preset(name: str) -> None:
         "vocabulary": f"{model.vocab_size:,}",
         "parameters": f"{count['all']:,}",
         "without embedding": f"{count['without_embedding']:,}",
+        "operations": f"{Operations(outline(name)).forward_per_token(recipe.context_length):.3g} per token, forward",
         "tokens": f"{recipe.tokens:,} in {recipe.steps:,} steps of {recipe.sequences} x {recipe.context_length:,}",
         "learning rate": f"{recipe.lr:g} after {recipe.warmup_tokens:,} tokens, then a cosine to 0",
         "AdamW": f"betas {recipe.beta1}, {recipe.beta2}; weight decay {recipe.weight_decay}; clip {recipe.clip_norm}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ class Preset:
     model: ModelConfig
     recipe: Recipe
 
-    def train_settings(self) -> dict[str, Any]:
+    def train_settings(self) -> PresetSettings:
         """The fields that differ from the defaults of :class:`attnzoo.training.config.TrainConfig`, nested as in a
         file.
 
@@ -82,7 +83,7 @@ class Preset:
         """
         model, recipe = self.model, self.recipe
         shared = ("lr", "beta1", "beta2", "weight_decay", "clip_norm", "warmup_steps")
-        return {
+        return PresetSettings(self.recipe, {
             "output_dir": f"runs/{self.name}",
             "steps": recipe.steps,
             "batch_size": recipe.sequences,
@@ -93,7 +94,27 @@ class Preset:
             "model": {name: value for name, value in vars(model).items() if value != getattr(ModelConfig(), name)},
             "data": {"context_length": recipe.context_length},
             "optimizer": {name: getattr(recipe, name) for name in shared},
-        }
+        })  # fmt: skip
+
+
+class PresetSettings(dict[str, Any]):
+    """The settings of a preset's training run.
+
+    Args:
+        recipe: of the preset.
+        settings: keys and values.
+    """
+
+    def __init__(self, recipe: Recipe, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.recipe = recipe
+
+    def of_context(self, length: int) -> dict[str, int]:
+        """The batch, and its parts, with which sequences of another length keep the tokens of the recipe's steps."""
+        recipe = self.recipe
+        batch = max(1, round(recipe.context_length * recipe.sequences / length))
+        parts = self["gradient_accumulation"]
+        return {"batch_size": batch, "gradient_accumulation": parts if batch % parts == 0 else batch}
 
 
 @functools.cache
@@ -137,17 +158,23 @@ def preset(name: str) -> Preset:
     model, block, size = _parsed()[name]
     table = _table()
     entry, sizes = table["models"].get(model, {"attention": model}), table["sizes"][size]
+    like = sizes.get("like", size)  # the size whose widths it has
     options = {**entry.get("options", {}), **entry.get(f"{block}_options", {}), **table["blocks"][block]}
     settings = {
         "attention": entry.get("attention"),
         "attention_options": _serving(entry.get("attention"), options),
         "vocab_size": table["vocab_size"],
-        **sizes["model"],
-        **sizes.get(block, {}),
-        **entry.get(block, {}).get(size, {}),
+        **table["sizes"][like]["model"],
+        **sizes.get("model", {}),
+        **table["sizes"][like].get(block, {}),
+        **entry.get(block, {}).get(like, {}),
     }
     lr = entry.get("lr", {}).get(block, {}).get(size, sizes["lr"])
-    return Preset(name, ModelConfig(**settings), Recipe(tokens=sizes["tokens"], lr=lr, **table["recipe"]))
+    return Preset(
+        name,
+        ModelConfig(**settings),
+        Recipe(tokens=sizes["tokens"], lr=lr, **{**table["recipe"], **sizes.get("recipe", {})}),
+    )
 
 
 def _serving(attention: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -184,12 +211,19 @@ def build(name: str, **changes: Any) -> LanguageModel:
     return LanguageModel(replace(model, **changes))
 
 
+def outline(name: str) -> LanguageModel:
+    """The model of that name on the meta device: sizes without numbers."""
+    import torch
+
+    from attnzoo.models.swap import Unfilled
+
+    with torch.device("meta"), Unfilled():
+        return build(name)
+
+
 def parameters(name: str) -> dict[str, int]:
     """The numbers of parameters, computed without allocating: ``all``, and ``without_embedding``, which counts the
     head."""
-    import torch
-
-    with torch.device("meta"):
-        model = build(name)
+    model = outline(name)
     total = sum(parameter.numel() for parameter in model.parameters())
     return {"all": total, "without_embedding": total - model.embedding.weight.numel()}

@@ -7,6 +7,7 @@ name. `load_config` serves any dataclass, so that other commands can nest `Train
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import sys
@@ -18,10 +19,12 @@ from typing import Any, TypeVar, cast, overload
 
 from attnzoo.errors import unknown
 from attnzoo.models.config import ModelConfig
+from attnzoo.models.presets import PresetSettings
 from attnzoo.settings import read_yaml, write_yaml
 from attnzoo.training.config import TrainConfig
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 KINDS = {  # kinds of values in a file
     bool: "true or false",
     int: "a whole number",
@@ -92,6 +95,8 @@ def load_config(
             hint = f"; as a text, it needs quotes: '{quoted}'" if value[:1] in tuple("*&!%@`") else ""
             raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
 
+    if isinstance(path, PresetSettings):
+        _keep_tokens(path, layers)
     if _type_at(schema, "model") is ModelConfig:
         _swap_variants(layers)
     merged = OmegaConf.structured(schema)
@@ -184,6 +189,21 @@ def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], pa
             _empty_mappings(there[key], value, cast(type[Any], types[key]), inner)
         elif not inner:
             merged[key] = {}
+
+
+def _keep_tokens(settings: PresetSettings, layers: Sequence[tuple[str, str, Any]]) -> None:
+    """Keep the tokens of a preset's steps, and so of its run and warm-up, where overrides change the context length."""
+    from omegaconf import OmegaConf
+
+    (_, _, preset), *overrides = layers
+    typed = {key: OmegaConf.select(layer, key) for _, key, layer in overrides}
+    length, before = typed.get("data.context_length"), settings["data"]["context_length"]
+    if isinstance(length, int) and 0 < length != before and not {"steps", "batch_size"} & typed.keys():
+        fitted = settings.of_context(length)
+        batch = fitted["batch_size"]
+        tokens = f"{batch * length:,} tokens a step"
+        logger.warning("data.context_length=%d: batch_size=%d, for the %s of the recipe", length, batch, tokens)
+        preset.merge_with({key: value for key, value in fitted.items() if key not in typed})
 
 
 def _swap_variants(layers: Sequence[tuple[str, str, Any]]) -> None:

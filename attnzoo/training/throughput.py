@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnzoo.evaluation.pruning import heads_kept
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
-from attnzoo.training.batches import TokenBatch
+from attnzoo.training.batches import TokenBatch, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ class Operations:
         tied = model.head.weight is embedding
         self.parameters = every - (0 if tied else embedding.numel())
         self._layers = [_layer(layer) for layer in _attentions(model).values()]
+
+    def forward_per_token(self, context_length: int) -> float:
+        """The mean number of operations of the forward pass for a token of a sequence of this length."""
+        row = rows_of(np.zeros((1, context_length + 1), dtype=np.int64), None)
+        return self.per_step([row]) / (3 * context_length)
 
     def per_step(self, rows: Sequence[TokenBatch], kept: Mapping[int, float] | None = None) -> int:
         """The number of operations of a step on these rows.

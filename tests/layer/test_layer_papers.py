@@ -10,6 +10,7 @@ from layers import D, G, H, assert_same, layer, rows
 from attnzoo import build_attention, get, list_variants
 from attnzoo.layer.gates import gate_classes
 from attnzoo.layer.modules import l2_normalize
+from attnzoo.layer.stream import rows_of_call
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 
@@ -51,7 +52,7 @@ def test_mamba2_steps_start_in_their_range_and_scale_what_is_written():
     torch.manual_seed(0)
     attn = build_attention("mamba2", hidden_size=64, num_heads=8)
     x = torch.zeros(1, 3, 64)
-    gate, dt = attn.gate(x, x, attn._stream(x, None, None, None)[0])
+    gate, dt = attn.gate(x, x, rows_of_call(attn, x, None, None, None)[0])
     assert 0.001 <= dt.min() <= dt.max() <= 0.1
     a = -gate.log_decay / dt
     assert 1 <= a.min() <= a.max() <= 16

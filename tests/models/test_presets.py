@@ -20,6 +20,7 @@ from attnzoo.models import presets
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.registry import PRODUCTS
+from attnzoo.training.throughput import Operations
 
 # Parameters without the input embedding: table 6 of Lin et al., 2025 (FoX), and the authors' classes.
 PUBLISHED = {
@@ -253,7 +254,7 @@ def test_steps_of_hgrn2_equal_its_whole():
 
 def test_extreme_logits_close_and_open_the_bounded_gate():
     attn = bounded(2).blocks[1].attention
-    stream = attn._stream(torch.zeros(1, 1, 16), None, None, None)[0]
+    stream = Stream(None, None, (1, 1), torch.device("cpu"))
     z = torch.tensor([-1e4, -200.0, -60.0, 60.0, 1e4]).double()[None, :, None, None].repeat(1, 1, 2, 8).requires_grad_()
     gate, _ = attn.gate(torch.zeros(1, 5, 16), z, stream)
     low = attn.gate.shared[0]()[1].view(2, 8)
@@ -312,3 +313,55 @@ def test_blocks_without_an_mlp():
     assert math.isfinite(model(torch.randint(11, (1, 5)), targets=torch.randint(11, (1, 5))).loss.item())
     with pytest.raises(ValueError, match="intermediate_size: expected at least 0, got -1"):
         ModelConfig(intermediate_size=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "lr", "context", "rows"),
+    [
+        ("fox-pro-760m-16b", 15 * 2**30, 1e-3, 16384, 32), ("transformer-llama-760m-16b", 15 * 2**30, 1e-3, 16384, 32),
+        ("samba-760m-16b", 15 * 2**30, 1e-3, 16384, 32), ("fox-pro-340m", 14 * 2**30, 3e-4, 2048, 256),
+    ],
+)  # fmt: skip
+def test_other_trainings_of_a_size_have_its_widths(name, tokens, lr, context, rows):
+    found = presets.preset(name)
+    recipe = found.recipe
+    assert (recipe.tokens, recipe.lr, recipe.context_length, recipe.sequences) == (tokens, lr, context, rows)
+    like = presets.preset(name.replace("-16b", "").replace("340m", "360m")).model
+    assert vars(found.model) | {"vocab_size": 0} == vars(like) | {"vocab_size": 0}
+    if "340m" in name:
+        assert found.model.vocab_size == 32000
+        assert 335e6 < presets.parameters(name)["without_embedding"] < 350e6
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "parts"), [(4096, 128, 32), (8192, 64, 32), (65536, 8, 8), (5000, 105, 105)]
+)
+def test_another_context_keeps_the_tokens_of_the_recipe(length, batch, parts, caplog):
+    settings = find_config("fox-pro-125m", "train")
+    config, plain = load_config(settings, [f"data.context_length={length}"]), load_config(settings)
+    assert (config.batch_size, config.gradient_accumulation) == (batch, parts)
+    assert (config.steps, config.optimizer) == (plain.steps, plain.optimizer)
+    assert config.batch_size * length == pytest.approx(2**19, rel=0.01)
+    assert [r.message for r in caplog.records] == [
+        f"data.context_length={length}: batch_size={batch}, for the {batch * length:,} tokens a step of the recipe"
+    ]
+
+
+def test_a_batch_that_is_typed_stays():
+    settings = find_config("fox-pro-125m", "train")
+    for typed in ("batch_size=32", "steps=600"):
+        assert load_config(settings, ["data.context_length=4096", typed]).batch_size == 32
+    assert load_config(settings, ["data.context_length=4096", "gradient_accumulation=8"]).gradient_accumulation == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("fox-pro", 2.72e9), ("transformer-pro", 2.72e9), ("fox-llama", 2.72e9), ("transformer-llama", 2.72e9),
+        ("mamba2", 1.65e9), ("hgrn2", 1.54e9), ("deltanet", 1.54e9),
+    ],
+)  # fmt: skip
+def test_operations_per_token_are_those_of_table_6(name, printed):
+    """Of recurrences it counts convolutions and gates too, 1% at most."""
+    operations = Operations(presets.outline(f"{name}-760m")).forward_per_token(16384)
+    assert operations == pytest.approx(printed, rel=0.012)

@@ -95,7 +95,8 @@ class IndependentForgetGate(GateProjection):
     """``g = log sigmoid(b_h)``: the data-independent forget gate (Lin et al., 2025, appendix D).
 
     Args:
-        t_min: T_h of the first head at the start: tokens in which its decay falls to 1/e.
+        t_min: T_h of the first head at the start: tokens in which its decay falls to 1/e; 2 in the
+            paper's figure 7, with several ``t_max``.
         t_max: T_h of the last head; the others are log-spaced between them, with ``g_h = -1 / T_h``.
 
     Raises:
