@@ -71,4 +71,4 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-importlib.import_module("attnzoo.models.hf.register").register()
+importlib.import_module("attnzoo.models.hf.register").register_auto_classes()

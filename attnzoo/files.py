@@ -121,7 +121,7 @@ def _marked(folder: Path, wait: bool) -> tuple[int, int]:
             folder.mkdir()
             own = True
         except FileExistsError:
-            own = False  # yet
+            own = False
         with ExitStack() as stack:
             try:
                 made = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -278,8 +278,7 @@ def join_tokens(q: Tensor, k: Tensor, factors: Tensor) -> ClosedForm:
         q, k = (F.pad(x, (0, 0, 0, missing)) for x in (q, k))
         eye = torch.eye(factors.shape[-1], dtype=q.dtype, device=q.device)
         factors = torch.cat([factors, eye.expand(*factors.shape[:-4], missing, *factors.shape[-3:])], -4)
-    # per group of m tokens, [..., groups, m, K]: inner scores, queries carried to its start, keys to its end, its
-    # product
+    # per group of m tokens: inner scores, queries at its start and keys at its end [..., groups, m, K], its product
     total, back, forward = factors, _rows_times(q[..., None, :], factors), k[..., None, :]
     scores = (q * k).sum(-1)[..., None, None]
     while total.shape[-4] > 1:

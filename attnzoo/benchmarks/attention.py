@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.benchmarks.measure import Result, decay_lengths, markdown, measured, of_kv_heads, relative, timing
+from attnzoo.benchmarks.measure import Result, decay_lengths, markdown_table, measured, of_kv_heads, relative, timing
 
 ABSENT = cast(Tensor, None)  # a gate part that no contender of a benchmark reads
 
@@ -152,7 +152,7 @@ def shape_tables(
     for shape, rows in shapes.items():
         both = {row["name"]: row["both_ms"] for row in rows}
         lines += [f"### (B, H, T, K) = {shape}{of_kv_heads(result)}{kept(rows[0])}", ""]
-        lines += [*markdown(["", *columns], ([row["name"], *cells(row, both)] for row in rows)), ""]
+        lines += [*markdown_table(["", *columns], ([row["name"], *cells(row, both)] for row in rows)), ""]
     return lines
 
 

@@ -25,10 +25,10 @@ from attnzoo.benchmarks.fox import PRUNE, draw, official_module
 from attnzoo.benchmarks.measure import (
     Result,
     copy_bandwidth,
+    describe_versions,
     keeper,
     load_peer,
-    machine,
-    markdown,
+    markdown_table,
     milliseconds,
     not_measured,
     relative,
@@ -123,13 +123,13 @@ def table(result: Result) -> str:
         return [tuple(r[n] for n in "BHSK"), r["name"], *times, f"{r.get('error', math.nan):.1e}"]
 
     columns = ("(B, H, cached, K)", "", "ms", "floor / time", "error")
-    return "\n".join([*lines, *markdown(columns, map(cells, result["rows"]))]) + "\n"
+    return "\n".join([*lines, *markdown_table(columns, map(cells, result["rows"]))]) + "\n"
 
 
 def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
-    result: Result = {"machine": machine(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
+    result: Result = {"machine": describe_versions(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
     keep = keeper(out, table)
     for shape in shapes or SHAPES:
         result["rows"] += measure(shape, official, result["bandwidth"], missing)

@@ -40,12 +40,12 @@ from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
     chosen,
+    describe_versions,
     error_lines,
     few_heads,
     headline,
     keeper,
     load_peer,
-    machine,
     not_measured,
     race,
     save,
@@ -219,7 +219,7 @@ def measure(
     """
     found, missing = contenders(official)
     peers = chosen(found, only)
-    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
     print(*not_measured(missing), sep="\n", flush=True)
 

@@ -27,7 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.benchmarks.measure import Result, chosen, keeper, load_peer, machine, markdown, not_measured, save
+from attnzoo.benchmarks.measure import (
+    Result,
+    chosen,
+    describe_versions,
+    keeper,
+    load_peer,
+    markdown_table,
+    not_measured,
+    save,
+)
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.state import KVCache, RecurrentState
@@ -244,7 +253,7 @@ def table(result: Result) -> str:
         return [r["batch"], r["tokens"], r["name"], *measured, f"{r['kept']:.0%}" if "kept" in r else "-"]
 
     columns = ("batch", "cached tokens", "", "ms per token", "GB of cache", "keys kept")
-    return "\n".join([*lines, *markdown(columns, map(cells, result["rows"]))]) + "\n"
+    return "\n".join([*lines, *markdown_table(columns, map(cells, result["rows"]))]) + "\n"
 
 
 def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[str], seconds: float) -> None:
@@ -263,7 +272,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
             for peer in PEERS
         }
     runs = {name: run for name, run in runs.items() if name in asked}
-    result: Result = {"machine": machine(), "sizes": str(SIZES), "missing": missing, "rows": []}
+    result: Result = {"machine": describe_versions(), "sizes": str(SIZES), "missing": missing, "rows": []}
     end, keep = time.perf_counter() + seconds, keeper(out, table)
     cells = [(B, S) for B in batch or (4,) for S in tokens or (16384,)]
     for name, (make, step) in runs.items():

@@ -24,8 +24,8 @@ from attnzoo import build_attention
 from attnzoo.benchmarks.measure import (
     Result,
     chosen,
+    describe_versions,
     keeper,
-    machine,
     measured,
     not_measured,
     race,
@@ -161,7 +161,7 @@ def table(result: Result) -> str:
 
 def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
-    result: Result = {"machine": machine()}
+    result: Result = {"machine": describe_versions()}
     race(
         result, chosen(contenders(), only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, 1.0),
         errors=lambda layer, K: errors(layer, draw(1, 4, 512, K)), common=lambda x: {},

@@ -99,7 +99,7 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / milliseconds(lambda: y.copy_(x), 200) / 1e9
 
 
-def machine() -> dict[str, str]:
+def describe_versions() -> dict[str, str]:
     """The processor, the versions of the libraries, and the date."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -232,10 +232,14 @@ def headline(result: Result) -> str:
 def error_lines(result: Result, names: Sequence[str]) -> list[str]:
     """The lines of a table that show the errors of outputs and gradients ``names``."""
     cells = ([e.get(n, "-") for n in ("name", "K", *names)] for e in result["errors"])
-    return ["### Errors against float64 on the same bf16 inputs, T = 2048", "", *markdown(["", "K", *names], cells)]
+    return [
+        "### Errors against float64 on the same bf16 inputs, T = 2048",
+        "",
+        *markdown_table(["", "K", *names], cells),
+    ]
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table."""
 
     def line(cells: Iterable[object]) -> str:

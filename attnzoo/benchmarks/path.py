@@ -32,13 +32,13 @@ from attnzoo.benchmarks.measure import (
     ceiling,
     chosen,
     copy_bandwidth,
+    describe_versions,
     error_lines,
     few_heads,
     headline,
     keeper,
     load_peer,
-    machine,
-    markdown,
+    markdown_table,
     milliseconds,
     not_measured,
     race,
@@ -154,7 +154,7 @@ def measure(
     """
     found, missing = contenders()
     peers = chosen(found, only)
-    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "decode": []}
     print(result, flush=True)
 
@@ -198,7 +198,7 @@ def table(result: Result) -> str:
         lines += [
             "### One token after S cached ones (floor: keys read and written in float32, values and gates read)",
             "",
-            *markdown(
+            *markdown_table(
                 ("(B, H, S, K)", "ours ms", "floor ms", "PyTorch operations ms"),
                 [
                     (tuple(r[n] for n in "BHSK"), *(r.get(n, "-") for n in ("ours_ms", "floor_ms", "pytorch_ms")))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
+from attnzoo.benchmarks.measure import Result, decay_lengths, describe_versions, save
 from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.models import LanguageModel
 from attnzoo.precision import GateAffine
@@ -119,7 +119,7 @@ def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False
     tokens = config.batch_size * config.data.context_length
     speed = statistics.median(found)
     return {
-        "machine": machine(),
+        "machine": describe_versions(),
         "device": "GPU" if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "attention": _names(config),
         "gates": "as trained" if trained else "as at the start",

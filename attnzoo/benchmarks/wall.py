@@ -27,11 +27,11 @@ from attnzoo.benchmarks.measure import (
     ceiling,
     chosen,
     copy_bandwidth,
+    describe_versions,
     error_lines,
     headline,
     keeper,
     load_peer,
-    machine,
     not_measured,
     race,
     save,
@@ -86,7 +86,7 @@ def measure(
     Args: as of :func:`attnzoo.benchmarks.fox.measure`.
     """
     found, missing = contenders()
-    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "all_tiles": fla_tuning.all_tiles()}
     print(result, flush=True)
     race(

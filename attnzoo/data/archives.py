@@ -107,7 +107,7 @@ def unpacked(stream: Any, suffix: str, budget: Budget) -> Any:
     return Counted(unpack(stream), budget) if unpack else stream
 
 
-def whole(stream: Any) -> bytearray:
+def whole_text(stream: Any) -> bytearray:
     """The whole content of a stream of text.
 
     Raises:

@@ -20,7 +20,7 @@ from attnzoo.data.archives import (
     lines,
     members,
     unpacked,
-    whole,
+    whole_text,
 )
 from attnzoo.data.config import check_pattern
 from attnzoo.data.markup import plain
@@ -286,7 +286,7 @@ def _read(name: str, opened: Opened, under: _Field | None) -> Iterator[tuple[str
     kind = PurePosixPath(name).suffix.lower()
     if under is None or kind not in LINES:
         text = under.texts if under and kind == ".json" else text_of
-        yield name, _told(lambda: text(whole(opened())))
+        yield name, _told(lambda: text(whole_text(opened())))
         return
     try:
         for number, line in enumerate(lines(opened()), 1):

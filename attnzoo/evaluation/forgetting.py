@@ -45,7 +45,7 @@ UNLIMITED = ("certified", "forgets")  # rules without a budget
 OF_NETWORKS = ("retention", "forgets")  # rules by the layers' forget networks
 _BY_PLACE = {"window": 0, "sinks": 4}  # rules by position -> number of first tokens held
 OBSERVED = 16
-ROOM = 16  # M / ROOM keys are evicted at a time
+ROUNDS = 16  # M / ROUNDS keys are evicted at a time
 PAIRS = {"cpu": 2**21, "cuda": 2**25}  # (row, key) pairs of a pass, if a window has no more
 KEYS = 1024  # keys per chunk of the utility
 FOR_EVER = 1e9  # the score of a key that is never evicted
@@ -130,7 +130,7 @@ def held_keys(
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
-    step, index, there = max(1, budget // ROOM), torch.arange(T, device=logits.device), _visible(logits, heads)
+    step, index, there = max(1, budget // ROUNDS), torch.arange(T, device=logits.device), _visible(logits, heads)
     if rule in _BY_PLACE:
         first, begins = min(_BY_PLACE[rule], budget - 1), index // step * step
         oldest = (begins + step).clamp(max=T) - (budget - first)  # last tokens beside the first ones

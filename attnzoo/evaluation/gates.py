@@ -73,7 +73,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
         One map per layer whose gate decays; layers without a decay are left out.
     """
     cores = each_layer(model, tokens, lambda layer, core: (layer, core, gate_of_tokens(layer, core)))
-    gated = [(index, *found) for index, found in cores if decays(found[2])]
+    gated = [(index, *found) for index, found in cores if has_decay(found[2])]
     T = tokens.numel()
     length = max((_shown_length(gate, T) for *_, gate in gated), default=T)
     maps = []
@@ -91,7 +91,7 @@ def gate_of_tokens(layer: Attention, core: Projected) -> Gate:
     return core.gate.map(lambda part: part[:, :: layer.keys_per_token])
 
 
-def decays(gate: Gate) -> bool:
+def has_decay(gate: Gate) -> bool:
     """Whether the gate has a decay, per head or per channel."""
     return bool(_logs(gate))
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.evaluation.gates import decay_matrix, decays, gate_of_tokens
+from attnzoo.evaluation.gates import decay_matrix, gate_of_tokens, has_decay
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
 from attnzoo.forms.factors import outputs
@@ -83,4 +83,4 @@ def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
     weights = layer.variant.forms["parallel"](core.q.float(), core.k.float(), values, core.gate, **options)
     gate, rows = gate_of_tokens(layer, core), outputs(weights, n)[0].transpose(0, 1).double()  # [H, T, T n]
     matrix = np.asarray(rows.unflatten(-1, (-1, n)).sum(-1).cpu().numpy(), dtype=np.float64)
-    return matrix, decay_matrix(gate, T) if decays(gate) else None
+    return matrix, decay_matrix(gate, T) if has_decay(gate) else None

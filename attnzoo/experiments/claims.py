@@ -27,8 +27,8 @@ from attnzoo.experiments.statistics import (
     drawn_anew,
     mean_error,
     smallest_p,
-    spread,
     tail,
+    with_error,
     without_each,
 )
 
@@ -98,7 +98,7 @@ class _Limited:
 
     def judge(self, of: Values) -> Verdict:
         mean, error, freedom = mean_error(of(self.value))
-        what = f"{self.value}: {spread(of(self.value))}, limit {self.limit:g}"
+        what = f"{self.value}: {with_error(of(self.value))}, limit {self.limit:g}"
         return _decide(what, self.sign * (mean - self.limit), error, freedom)
 
 
@@ -141,7 +141,7 @@ class Below:
 
     def judge(self, of: Values) -> Verdict:
         lower, higher = of(self.lower), of(self.higher)
-        what = f"{self.lower}: {spread(lower)}, {self.higher}: {spread(higher)}"
+        what = f"{self.lower}: {with_error(lower)}, {self.higher}: {with_error(higher)}"
         if self.paired or self.lower.arm == self.higher.arm:
             return _decide(what, *mean_error(higher - lower - self.by))
         (a, a_error, a_freedom), (b, b_error, b_freedom) = mean_error(lower), mean_error(higher)

@@ -16,7 +16,7 @@ from typing import Any
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size
-from attnzoo.experiments.outcome import Trained, chosen, from_json
+from attnzoo.experiments.outcome import Trained, best_rate, from_json
 from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import parse_json
@@ -33,7 +33,7 @@ def finished(plan: Schedule, experiment: Experiment, arm: Arm) -> tuple[list[Tra
     rates = plan.grid(experiment, arm)
     tried = tried_of(plan, experiment, arm)
     seeds = range(plan.seeds) if len(rates) == 1 or not untried(plan, experiment, arm) else ()
-    best = rates[0] if len(rates) == 1 else chosen(tried) if seeds else 0.0
+    best = rates[0] if len(rates) == 1 else best_rate(tried) if seeds else 0.0
     runs = [run for seed in seeds if (run := known_run(*place(plan, experiment, arm, best, seed)))]
     return [replace(run, values={}, guesses={}) for run in tried], [run for run in runs if run.note or run.values]
 
@@ -66,7 +66,7 @@ def further(tried: Sequence[Trained]) -> float | None:
 
     None where the best lies between two others, or where all runs diverged.
     """
-    rates, best = sorted(run.lr for run in tried), chosen(tried)
+    rates, best = sorted(run.lr for run in tried), best_rate(tried)
     if all(math.isinf(run.validation) for run in tried) or rates[0] < best < rates[-1]:
         return None
     up = best == rates[-1]

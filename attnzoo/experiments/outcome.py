@@ -195,7 +195,7 @@ def from_json(kept: Mapping[str, Any]) -> Trained:
     return Trained(**{**kept, "validation": validation, "values": values, "guesses": guesses})
 
 
-def chosen(tried: Sequence[Trained]) -> float:
+def best_rate(tried: Sequence[Trained]) -> float:
     """The learning rate whose run had the lowest held-out loss at the end."""
     return min(tried, key=lambda run: run.validation).lr
 

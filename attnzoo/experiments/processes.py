@@ -19,7 +19,7 @@ import torch
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
 
 
-def apart(
+def run_tasks(
     tasks: Mapping[str, Callable[[], object]],
     jobs: int,
     until: float = math.inf,

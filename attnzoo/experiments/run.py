@@ -34,7 +34,7 @@ from attnzoo.experiments.kept import (
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, save_outcome
 from attnzoo.experiments.plan import Schedule, folder_of
 from attnzoo.experiments.probes import Probe, Probed
-from attnzoo.experiments.processes import apart
+from attnzoo.experiments.processes import run_tasks
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
@@ -50,7 +50,7 @@ from attnzoo.training.throughput import Operations
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
 # run them, and a GPU does the work of several processes, each of which keeps a CPU core busy.
 SMALL = 1e12
-ROOM = 8 * 2**30  # bytes of GPU memory for each process with a small model
+MODEL_MEMORY = 8 * 2**30  # bytes of GPU memory for each process with a small model
 PAGE, RESULT, SUMMARY = "report.html", "result.json", "result.md"
 
 
@@ -114,7 +114,7 @@ def run_experiment(
         torch.set_num_threads(1)  # small models gain nothing from more threads, and a result may depend on their number
     tasks, after = _tasks(plan, experiment, arms)
     failures: list[str] = []
-    side_by_side = partial(apart, tasks, jobs, until, after, min(gpus, jobs), failures.append)
+    side_by_side = partial(run_tasks, tasks, jobs, until, after, min(gpus, jobs), failures.append)
     for number, label in enumerate(side_by_side() if jobs > 1 or minutes is not None else tasks, 1):
         run = tasks[label]()  # reads the result if another process has finished the run
         said = run.note or f"held-out loss {run.validation:.4g}"
@@ -216,7 +216,7 @@ def _jobs_at_a_time(memory: int | None, operations: int, gpus: int = 1) -> int:
     cores = max(1, (os.cpu_count() or 1) // gpus)
     if memory is None:
         return cores
-    return max(1, min(cores, memory // ROOM)) if operations < SMALL else 1
+    return max(1, min(cores, memory // MODEL_MEMORY)) if operations < SMALL else 1
 
 
 def _tasks(

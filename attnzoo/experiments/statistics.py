@@ -34,7 +34,7 @@ def tail(t: float, freedom: float) -> float:
     return float(above if t >= 0 else 1 - above)
 
 
-def spread(values: Array) -> str:
+def with_error(values: Array) -> str:
     """The mean ± standard error over the seeds, in print."""
     mean, error, _ = mean_error(values)
     return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")

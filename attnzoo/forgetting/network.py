@@ -17,7 +17,7 @@ from attnzoo.algebra.values import as_given, records
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy
 from attnzoo.forgetting.inplace import ForgettingMemory
 from attnzoo.forgetting.panels import Logits
-from attnzoo.forgetting.rules import Forgetting, blended, room
+from attnzoo.forgetting.rules import Forgetting, blended, parse_budget
 from attnzoo.forgetting.steps import extend_forgetting
 from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.caches.inplace import BatchRows
@@ -132,7 +132,7 @@ class ForgetNetwork(PreciseModule):
     def policy(self, budget: int | str | None, evict: Evict | None, bounds: QueryBounds | None) -> Policy:
         """The rules by which a new cache of the layer evicts keys; ``bounds`` are those of later queries."""
         log_eps = None if evict is None else math.log(evict.eps)
-        return Policy(self.options, *room(budget), log_eps, bounds, self.window)
+        return Policy(self.options, *parse_budget(budget), log_eps, bounds, self.window)
 
     def network(self) -> Network:
         """The network in pieces, for a cache."""

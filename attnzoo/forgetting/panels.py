@@ -42,7 +42,7 @@ class Logits:
             q, k = existing(valid, q, k)
         self.heads, self.valid, self.columns, self.given = k.shape[2], valid, COLUMNS, given
         if q.device.type != "cpu" and isinstance(forms, AdditiveForms):  # matrix transitions need blocks of COLUMNS
-            self.columns = wide(q.shape[0] * H * T)
+            self.columns = panel_width(q.shape[0] * H * T)
         gate = forms.separated(gate, q, valid, cu_seqlens)
         local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
         if isinstance(forms, AdditiveForms):
@@ -116,7 +116,7 @@ class Logits:
         return torch.cat(rows, 2), keys
 
 
-def wide(rows: int) -> int:
+def panel_width(rows: int) -> int:
     """The keys of a panel on a GPU, a multiple of ``COLUMNS``, for ``rows`` rows over all sequences and query heads."""
     least, most = WIDE
     return max(least, min(most, PAIRS // rows // COLUMNS * COLUMNS))

@@ -117,7 +117,7 @@ class Forgetting:
         return tokens * self.budget if self.budget < 1 else tokens.clamp(max=self.budget)
 
 
-def room(budget: int | str | None) -> tuple[int | None, int | None]:
+def parse_budget(budget: int | str | None) -> tuple[int | None, int | None]:
     """The tokens per key head and the bytes that a user's ``budget`` allows; one of the two is None.
 
     A budget is a number of tokens for each key head, or a text such as "96 KiB" for the keys and values of all heads of

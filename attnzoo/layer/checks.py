@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.errors import KINDS, UnavailableError, unknown
-from attnzoo.forgetting.rules import Forgetting, room
+from attnzoo.forgetting.rules import Forgetting, parse_budget
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.config import OF_SOFTMAX, PLAIN, AttentionConfig
 from attnzoo.layer.dispatch import IMPLS
@@ -153,7 +153,7 @@ def check_cache(
     settings = None if evict is None else Evict.of(evict)
     if forgetting is None and budget is not None:
         raise ValueError(f"budget: expected None (no forget network says what goes first), got {budget!r}")
-    room(budget)
+    parse_budget(budget)
     if forgetting is not None and not forgetting.monotone:
         raise ValueError("cache: expected forgetting.monotone=True (else what is gone may be asked for), got False")
     if forgetting is not None and settings is not None and settings.offload:

@@ -38,7 +38,7 @@ class LayerCache:
         dtype: the dtype of the hidden states in earlier calls.
         owner: the layer whose calls extend it; None until the first call.
         evict: the rule by which keys are evicted; None: no key is.
-        budget: the budget of a layer with One-Pass Forgetting, see :func:`attnzoo.forgetting.rules.room`.
+        budget: the budget of a layer with One-Pass Forgetting, see :func:`attnzoo.forgetting.rules.parse_budget`.
         bound: the logit bound ``[H]`` by the weights of QK-norm, where something needs it.
     """
 

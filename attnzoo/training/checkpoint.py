@@ -162,7 +162,7 @@ def _finish(temporary: Path, final: Path, progress: Progress, config: TrainConfi
     (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
     (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     files = list(temporary.rglob("*"))
-    with ThreadPoolExecutor(1) as pool:  # reading them for their digests costs no time while they are flushed
+    with ThreadPoolExecutor(1) as pool:  # digests are computed while files are flushed
         digests = pool.submit(write_digests, temporary)
         for path in files:
             sync(path)

@@ -139,7 +139,7 @@ def shown(row: Mapping[str, Any]) -> Row:
     return {f"forgetting_{name}": float(value) for name, value in row.items()}
 
 
-def check_forgetting(model: nn.Module, config: TrainConfig) -> None:
+def check_schedule(model: nn.Module, config: TrainConfig) -> None:
     """Raise where a run's settings of One-Pass Forgetting do not fit its model; freeze other weights where ``alone``.
 
     Raises:

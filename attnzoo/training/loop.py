@@ -28,7 +28,7 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.folder import check_config_file, check_resumable, exclusive, is_other, make_folder, write_config
-from attnzoo.training.forgetting import check_forgetting
+from attnzoo.training.forgetting import check_schedule
 from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
 from attnzoo.training.model import new_model
@@ -161,7 +161,7 @@ def _checked_model(config: TrainConfig, data: Data) -> LanguageModel:
             f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens of {config.data.title!r}"
         )
     model = new_model(config)
-    check_forgetting(model, config)
+    check_schedule(model, config)
     return model
 
 

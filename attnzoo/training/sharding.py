@@ -58,7 +58,7 @@ def _shard(model: LanguageModel, accelerator: Accelerator) -> nn.Module:
     return prepared
 
 
-def whole(x: Tensor) -> Tensor:
+def gathered(x: Tensor) -> Tensor:
     """The tensor of which each process has a part; called by all of them."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 

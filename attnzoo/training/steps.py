@@ -20,7 +20,7 @@ from attnzoo.training.config import TrainConfig
 from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown, taught
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
-from attnzoo.training.sharding import TrainState, own, whole
+from attnzoo.training.sharding import TrainState, gathered, own
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 
 
@@ -73,7 +73,7 @@ class Run:
                 # the layers' loss terms are means over tokens with or without targets: each part has the same weight
                 accelerator.backward(loss if self.extra is None else loss + self.extra.loss)
                 if accelerator.sync_gradients:
-                    norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
+                    norm = gathered(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 losses.append(loss.detach())

@@ -25,7 +25,7 @@ def load_gates(p_a, o_c, o_n, stride, R, K: tl.constexpr):
 
 @triton.jit
 def spans(o_c, i):
-    """Tokens l of t's own group of 2^i: those up to t (with it), and those after t. # [C (t), C (l)] twice"""
+    """The masks of tokens l in t's group of 2^i tokens: up to t (included), and after t. # [C (t), C (l)] twice"""
     b_g = o_c >> i
     m_same = b_g[:, None] == b_g[None, :]
     return m_same & (o_c[:, None] >= o_c[None, :]), m_same & (o_c[:, None] < o_c[None, :])

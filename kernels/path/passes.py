@@ -156,7 +156,7 @@ def path_backward(x: PathBackward, plan: Plan) -> PathSums:
             return
         d_q, d_k, zero = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
         d_diag = d_block.diag
-        del d_block, tiles  # they are large, and what follows needs room
+        del d_block, tiles  # they are large, and the next kernels need the memory
         d_m = node_gradients(block, carried, zero, d_levels, T, p_start) if wanted.transitions else block.m
         del block, carried, d_levels, zero
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))

@@ -149,7 +149,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measur
 def test_a_record_names_kernels_whatever_package_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "VERSION", "0.6.0")  # of fla-core
     monkeypatch.setattr(measure, "installed_triton", lambda: "3.7.1+git0")  # of pytorch-triton
-    assert {name: measure.machine()[name] for name in ("fla", "triton")} == {"fla": "0.6.0", "triton": "3.7.1+git0"}
+    assert {name: measure.describe_versions()[name] for name in ("fla", "triton")} == {
+        "fla": "0.6.0",
+        "triton": "3.7.1+git0",
+    }
 
 
 def test_contenders_are_chosen_by_prefix() -> None:
@@ -318,7 +321,7 @@ def test_what_does_not_fit_into_memory_is_said_and_what_fails_has_a_row(
         return {"ms": 1.0, "cache_gb": 2.0} if batch == 4 else {"failed": "so it is"}
 
     here = {"gpu": "none", "torch": "", "triton": "", "date": ""}
-    for name, fake in (("build", lambda contender: None), ("measure", measure), ("machine", lambda: here)):
+    for name, fake in (("build", lambda contender: None), ("measure", measure), ("describe_versions", lambda: here)):
         monkeypatch.setattr(generate, name, fake)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)  # there is nothing that it could forget
     generate.run(tmp_path, [1024, 4096], [4, 8, 64], ["RoPE"], 60.0)

@@ -27,12 +27,14 @@ def test_pruned_time_is_compared_with_what_is_kept() -> None:
         return {"name": name, "B": 1, "H": 2, "T": 4, "K": 8, "kept": {"paper": 0.5, "tail": 0.4}} | times
 
     rows = [row("ours", 10.0), row("ours, pruned (tail)", 4.6), row("FLA", 30.0)]
-    table = fox.table({"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []})
+    table = fox.table(
+        {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []}
+    )
     cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| ")]
     column = cells[0].index("over its share")
     assert [line[column] for line in cells[1:4]] == ["-", "1.150", "-"]  # 4.6 / (0.4 * 10)
     alone = fox.table(
-        {"machine": measure.machine(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
+        {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
     )
     assert "1.150" not in alone
 

@@ -72,11 +72,11 @@ def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
     done: list[str] = []
     tasks = {"first": partial(time.sleep, 0), "second": partial(time.sleep, 600), "third": partial(time.sleep, "x")}
     with pytest.raises(ChildProcessError, match=r"third: .*str"):  # the second one is stopped, not waited for
-        done.extend(processes.apart(tasks, 2))
+        done.extend(processes.run_tasks(tasks, 2))
     assert done == ["first"]
-    assert list(processes.apart({"first": partial(time.sleep, 600)}, 1, until=time.monotonic() + 0.1)) == []
+    assert list(processes.run_tasks({"first": partial(time.sleep, 600)}, 1, until=time.monotonic() + 0.1)) == []
     with pytest.raises(ChildProcessError, match="gone: ended with 7"):
-        list(processes.apart({"gone": partial(os._exit, 7)}, 1))
+        list(processes.run_tasks({"gone": partial(os._exit, 7)}, 1))
 
 
 def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> No
 
     def run() -> None:
         with pytest.raises(ChildProcessError, match="third: it failed"):
-            list(processes.apart(tasks, 2))
+            list(processes.run_tasks(tasks, 2))
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
@@ -96,7 +96,7 @@ def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> No
 def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     tasks = {name: partial(_note, seen, name, seconds) for name, seconds in (("c", 0), ("a", 1), ("b", 0), ("d", 0))}
-    done = list(processes.apart(tasks, 2, after={"c": ["a", "b"]}))
+    done = list(processes.run_tasks(tasks, 2, after={"c": ["a", "b"]}))
     assert sorted(done) == ["a", "b", "c", "d"]
     assert done.index("c") > max(done.index("a"), done.index("b"))
     lines = [line.split() for line in seen.read_text().splitlines()]
@@ -108,7 +108,7 @@ def test_a_run_that_fails_stops_only_those_that_wait_for_it_where_failures_are_t
     said: list[str] = []
     tasks = {"a": partial(time.sleep, "x"), "b": partial(time.sleep, 0), "gone": partial(os._exit, 7)}
     tasks |= {"after a": partial(time.sleep, 0), "after b": partial(time.sleep, 0)}
-    done = list(processes.apart(tasks, 2, after={"after a": ["a"], "after b": ["b"]}, failed=said.append))
+    done = list(processes.run_tasks(tasks, 2, after={"after a": ["a"], "after b": ["b"]}, failed=said.append))
     assert sorted(done) == ["after b", "b"]
     assert sorted(line.partition(":")[0] for line in said) == ["a", "gone"]
 
@@ -119,7 +119,7 @@ def test_processes_are_spread_over_the_gpus_that_this_one_sees(tmp_path: Path, m
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         seen.write_text("")
         tasks = {name: partial(_note_gpu, seen, 1.0) for name in "abcd"}
-        assert sorted(processes.apart(tasks, 4, gpus=2)) == list("abcd")
+        assert sorted(processes.run_tasks(tasks, 4, gpus=2)) == list("abcd")
         assert sorted(seen.read_text().split()) == sorted(2 * expected)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == given
 
@@ -219,7 +219,7 @@ def test_processes_of_a_comparison_open_the_data_themselves(tiny: Path, monkeypa
             task()
             yield label
 
-    monkeypatch.setattr(comparing, "apart", sent)
+    monkeypatch.setattr(comparing, "run_tasks", sent)
     config = load_config(tiny, schema=CompareConfig)
     comparing.run_comparison(config, Console(quiet=True), jobs=2)
     assert len(sizes) == len(config.variants)

@@ -196,7 +196,7 @@ def test_the_minimum_so_far_by_chunks_is_that_of_all_rows():
 
 
 def test_panels_are_wide_on_a_gpu_where_sequences_are_few():
-    assert [panels.wide(rows) for rows in (2**15, 3 * 2**13, 2**22, 64)] == [1024, 1344, 256, 2048]
+    assert [panels.panel_width(rows) for rows in (2**15, 3 * 2**13, 2**22, 64)] == [1024, 1344, 256, 2048]
 
 
 def test_power_pooling_does_not_depend_on_the_unit():

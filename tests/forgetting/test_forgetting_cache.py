@@ -17,7 +17,7 @@ import attnzoo.forgetting.panels as panels
 from attnzoo import list_variants
 from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.cache import swap_delete
-from attnzoo.forgetting.rules import Forgetting, room
+from attnzoo.forgetting.rules import Forgetting, parse_budget
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
@@ -305,7 +305,7 @@ def test_caches_that_cannot_forget_say_why():
 
 
 def test_budgets_are_tokens_or_bytes():
-    assert (room(None), room(7), room("96 KiB"), room("3MiB")) == (
+    assert (parse_budget(None), parse_budget(7), parse_budget("96 KiB"), parse_budget("3MiB")) == (
         (None, None),
         (7, None),
         (None, 96 << 10),
@@ -313,4 +313,4 @@ def test_budgets_are_tokens_or_bytes():
     )
     for wrong in (0, True, "7", "7 KB", "0 B", 2.5):
         with pytest.raises(ValueError, match="budget: expected a number of tokens or a text such as '96 KiB'"):
-            room(wrong)
+            parse_budget(wrong)

@@ -17,7 +17,7 @@ from attnzoo.evaluation.losses import Array
 from attnzoo.experiments import run_figures
 from attnzoo.experiments.evaluate.lines import table, wrapped
 from attnzoo.experiments.figures import PAIR_COLORS, Line, Look
-from attnzoo.experiments.report.shell import fill
+from attnzoo.experiments.report.shell import render_template
 from attnzoo.layer.attention import Attention
 
 WORDS = {
@@ -173,7 +173,7 @@ def page(found: MemoryCurves, title: str) -> str:
     often = text.by_word()
     some = min(16, len(often) // 2)
     held = f"A head may hold {text.budget:,} of {len(text.tokens):,} keys" if text.budget else "No limit"
-    return fill(
+    return render_template(
         "forgotten.html.j2", title="What is forgotten", model=title, rule=WORDS[text.rule], held=held, parts=parts,
         words=[("soonest", often[:some]), ("latest", often[: -some - 1 : -1])],
     )  # fmt: skip

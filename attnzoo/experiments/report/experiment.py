@@ -17,7 +17,7 @@ from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layer
 from attnzoo.experiments.figures import Look
 from attnzoo.experiments.outcome import BETTER, Outcome, Trained
 from attnzoo.experiments.report.outcome_figures import gains, kinds_and_looks, numbers_at, overlays, places_of, section
-from attnzoo.experiments.report.shell import fill
+from attnzoo.experiments.report.shell import render_template
 from attnzoo.experiments.statistics import LEVEL, Array, mean_error
 from attnzoo.files import write_whole
 from attnzoo.terminal import new_table
@@ -41,7 +41,7 @@ def write_page(experiment: Experiment, outcome: Outcome, path: Path) -> Path:
 def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
     """The page as a string."""
     kinds, looks = kinds_and_looks(experiment)
-    return fill(
+    return render_template(
         "experiment.html.j2",
         title=experiment.title,
         experiment=experiment,

@@ -16,7 +16,7 @@ from attnzoo.evaluation import Array, moving_mean
 from attnzoo.experiments import figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 from attnzoo.experiments.report.results import RunResult
-from attnzoo.experiments.report.shell import fill
+from attnzoo.experiments.report.shell import render_template
 from attnzoo.files import write_whole
 from attnzoo.terminal import new_table
 
@@ -65,7 +65,7 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
         for of_group in groups.values()
         for key, look in figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in of_group]).items()
     }
-    return fill(
+    return render_template(
         "page.html.j2",
         title=title,
         command=command,

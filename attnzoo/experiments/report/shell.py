@@ -10,7 +10,7 @@ import jinja2
 HERE = Path(__file__).parent
 
 
-def fill(template: str, **context: Any) -> str:
+def render_template(template: str, **context: Any) -> str:
     """A page from a template of this folder that extends ``base.html.j2``.
 
     Args:

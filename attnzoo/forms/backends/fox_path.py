@@ -105,9 +105,9 @@ def fox_kernel(forms: Additive) -> Kernel:
 
         (T, H, K), (G, V) = call.q.shape[1:], call.v.shape[2:]
         S = T if call.state is None else len(call.state) + T
-        learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+        needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)
         asked = plan.FoxCall(
-            T, S, H // G, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(),
+            T, S, H // G, K, V, call.v.dtype, needs_gate_grad, torch.are_deterministic_algorithms_enabled(),
             masked=call.state is not None and _padded(call), portable_alone=portable_alone(call.options),
         )  # fmt: skip
         chosen = plan.plan(asked, machine(call.q.device))
@@ -202,10 +202,10 @@ def planned(call: Call, shortened: bool) -> tuple[str, str]:
     from attnzoo.kernels.common.device import machine
     from attnzoo.kernels.levels.plan import LevelsCall, plan
 
-    learns = call.gate.log_decay is not None and records(call.gate.log_decay)
+    needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)
     (_, T, _, K), V = call.q.shape, call.v.shape[3]
     deterministic, alone = torch.are_deterministic_algorithms_enabled(), portable_alone(call.options)
-    asked = LevelsCall(T, K, V, call.v.dtype, learns, deterministic, shortened, portable_alone=alone)
+    asked = LevelsCall(T, K, V, call.v.dtype, needs_gate_grad, deterministic, shortened, portable_alone=alone)
     chosen = plan(asked, machine(call.q.device))
     return chosen.kernels(expects_gradient(call)), chosen.why
 

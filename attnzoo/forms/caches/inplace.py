@@ -168,7 +168,7 @@ class MatrixMemory(Memory):
 
 
 def tokens_of(call: Call) -> Iterator[Call]:
-    """The tokens of a call, whose gate has all its parts per token, one after the other."""
+    """Yield a call per token of a call whose gate parts are all per token."""
     for t in range(call.q.shape[1]):
         q, k, v = (x[:, t : t + 1] for x in (call.q, call.k, call.v))
         yield replace(call, q=q, k=k, v=v, gate=call.gate.slice(t, t + 1))

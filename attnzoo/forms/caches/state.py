@@ -40,7 +40,7 @@ class State(Protocol):
         """The same numbers without their history of gradients."""
 
     def to(self, device: torch.device | str) -> State:
-        """The state on another device; dtypes stay."""
+        """A copy on another device, with the same dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class RecurrentState:
         return replace(self, matrix=self.matrix.detach())
 
     def to(self, device: torch.device | str) -> RecurrentState:
-        """The state on another device; dtypes stay."""
+        """A copy on another device, with the same dtypes."""
         return replace(self, matrix=self.matrix.to(device))
 
 

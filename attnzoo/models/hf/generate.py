@@ -57,7 +57,7 @@ class Asked:
     draft: Draft | None = None
 
 
-def asked(
+def request_of(
     model: Any, inputs: Tensor | None, config: GenerationConfig | None, given: Mapping[str, Any], limits: dict[str, Any]
 ) -> Asked:
     """The request of `model.generate(inputs, config, **given, **limits)`.

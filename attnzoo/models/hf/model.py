@@ -22,9 +22,9 @@ from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
 from attnzoo.models.hf.config import CACHE_NAMES, AttnzooConfig
-from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
+from attnzoo.models.hf.generate import LEAST, NeedsLoopError, release, request_of, run
 from attnzoo.models.hf.keywords import check_keywords
-from attnzoo.models.hf.positions import borders, check_borders, check_shape, follow
+from attnzoo.models.hf.positions import borders, check_rising, check_shape, follow
 from attnzoo.models.loss import IGNORED
 from attnzoo.precision import PreciseModule
 
@@ -138,7 +138,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 raise NeedsLoopError(why)
             if args:
                 raise NeedsLoopError("arguments by place: expected inputs and generation_config alone")
-            call = asked(self, inputs, generation_config, kwargs, limits)
+            call = request_of(self, inputs, generation_config, kwargs, limits)
             if engine is None and call.new < LEAST:
                 raise NeedsLoopError(f"max_new_tokens: expected at least {LEAST} to be worth it, got {call.new}")
             tokens = run(self, call)
@@ -288,7 +288,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if attention_mask is None and cu_seq_lens_q is None and empty:
                 cu_seq_lens_q = borders(positions)
             if cu_seq_lens_q is not None:
-                check_borders(positions, cu_seq_lens_q)
+                check_rising(positions, cu_seq_lens_q)
             else:
                 origin = follow(positions, batch, attention_mask, cache)
         if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:

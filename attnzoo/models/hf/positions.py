@@ -33,7 +33,7 @@ def borders(positions: Tensor) -> Tensor | None:
     return torch.tensor([0, *first.tolist(), positions.shape[1]], dtype=torch.int32, device=positions.device)
 
 
-def check_borders(positions: Tensor, cu_seqlens: Tensor) -> None:
+def check_rising(positions: Tensor, cu_seqlens: Tensor) -> None:
     """Raise where positions do not rise by one within each packed sequence.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any
 AUTO = "transformers.models.auto"
 
 
-def register() -> None:
+def register_auto_classes() -> None:
     """Register the configuration and the model, now or when transformers loads its Auto classes."""
     waiting = {}
     for name, classes in (("configuration_auto", _configuration), ("modeling_auto", _model)):

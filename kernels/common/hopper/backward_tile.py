@@ -122,7 +122,7 @@ def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq
     b_dk = warpgroup_mma(gl.convert_layout(b_dsh, gl.DotOperandLayout(0, L_K, 2)), q_t, b_dk, is_async=True)
     if GATE != 0:
         b_dc += gl.sum(b_ds, 1)
-        # Sums of pairs of rows: over what a thread holds, then, turned within a warp, over 8 lanes; warps by atomics.
+        # Sums over row pairs: within a thread, then by shuffles over 8 lanes of a warp, then over warps by atomics.
         W: gl.constexpr = BS // 16
         L_R: gl.constexpr = gl.BlockedLayout([1, 8, BT // 64], [1, 1, 32], [W, 1, 1], [2, 1, 0])
         b_e = gl.sum(gl.sum(gl.reshape(b_ds, [W, 2, 8, BT // 2, 2]), 4), 1)

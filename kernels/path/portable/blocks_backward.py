@@ -26,7 +26,7 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 @triton.jit
 def _of_scores(p_da, b_acc, o_c, R, C: tl.constexpr, NG: tl.constexpr, DT: tl.constexpr):
     """tril(dA) of one query head, laid out as the product b_acc. # [C, C]"""
-    m_a = (o_c[:, None] >= o_c[None, :] // 8 * 8) & (o_c < R)[:, None]  # what one load reads at once
+    m_a = (o_c[:, None] >= o_c[None, :] // 8 * 8) & (o_c < R)[:, None]  # entries that one load reads
     d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_a, other=0.0).to(tl.float32)
     d_a = tl.where(o_c[:, None] >= o_c[None, :], d_a, _zeros_as(b_acc))
     return d_a.to(DT) if NG == 1 else d_a

@@ -277,7 +277,7 @@ class Pages:
         return {**vars(self), **kept, "table": kept.get("pages", self.pages).to(self.table.device)}
 
     def _release(self, ids: Tensor) -> None:
-        """One sequence fewer has each of the pages ``ids``; one that is named twice, two fewer."""
+        """Subtract one user from each of the pages ``ids``, once per occurrence."""
         ids = ids.long()
         self.refs.index_add_(0, ids, self.refs.new_full(ids.shape, -1))
         self.free += ids.unique()[self.refs[ids.unique()] == 0].tolist()

@@ -126,7 +126,7 @@ class GroupedPool(KeyPool):
 
     @torch.no_grad()
     def crop_sums(self, length: Tensor) -> None:
-        """As :meth:`KeyPool.crop_sums`; what bounds a page's longest key stays, also if that is taken back."""
+        """Crop the sums of gates as :meth:`KeyPool.crop_sums`; a page's bound of its longest key does not shrink."""
         norms = self.k_norm.clone()
         super().crop_sums(length)
         self.k_norm.copy_(torch.where(self.k_norm > 0, norms.maximum(self.k_norm), 0.0))
