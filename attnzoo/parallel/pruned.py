@@ -17,8 +17,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, keys_behind_closed
-from attnzoo.algebra.transitions import compute_dtype, heads_first, open_sums
+from attnzoo.algebra.transitions import heads_first, open_sums, scaled_queries
 from attnzoo.forms.caches.state import KVCache
+from attnzoo.forms.readout import logits_of
 from attnzoo.parallel.collectives import swap
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
@@ -213,13 +214,12 @@ class _Sums:
     def of(piece: Rows) -> _Sums:
         H, gate = piece.q.shape[2], piece.gate.log_decay
         assert gate is not None
-        scale = piece.q.shape[-1] ** -0.5 if piece.options.scale is None else piece.options.scale
-        dtype = compute_dtype(piece.q)
-        q, k = heads_first(piece.q, H, dtype) * scale, heads_first(piece.k, H, dtype)
+        q = scaled_queries(piece.q, piece.options.scale)
+        k = heads_first(piece.k, H, q.dtype)
         g = heads_first(gate, H, torch.float64)
         c, closed = open_sums(g)
         tails = torch.logcumsumexp(-c, -1)
-        lengths, low = q.norm(dim=-1).double(), c - (q * k).sum(-1).double()
+        lengths, low = q.norm(dim=-1).double(), c - logits_of((q * k).sum(-1), piece.options).double()
         shut, behind = torch.zeros_like(c[..., 0]), torch.zeros_like(c[..., 0])
         if closed is not None:
             lengths, low = lengths.masked_fill(closed > 0, 0.0), low.masked_fill(closed > 0, -torch.inf)

@@ -89,7 +89,7 @@ class _Pages:
         state, found = cast(PagedCache, call.state), None
         q, k, v, gate, seen = _ready(forms, call, given)
         scaled = scaled_queries(q, given.scale)
-        state.look(scaled, k, given.valid)
+        state.look(scaled, k, given)
         if state.stores:
             found = state.pool.extend(scaled, k, v, gate, given.valid, given)
         else:
@@ -101,7 +101,7 @@ class _Pages:
         state, last = cast(PagedCache, call.state), LastRows.of(given.valid, *call.q.shape[:2])
         q, k, v, gate, seen = _ready(forms, call, given)
         if state.evict is not None and state.evict.offload is not None:
-            state.look(scaled_queries(q, given.scale), k, given.valid)
+            state.look(scaled_queries(q, given.scale), k, given)
         q, k, v = (last.take(x) for x in (q, k, v))
         state.pool.reserve(last.counts)
         o = last.put(state.pool.step(q, k, v, gate.map(last.take), given, last.count))

@@ -132,7 +132,7 @@ class PagedMemory(Memory):
         """Keys that the queries of a step may need come back from the host, before its tokens are added."""
         if self.evict is not None and self.evict.offload is not None:
             active = (self.rows.active[:, None] != 0).expand(q.shape[:2])
-            self.evict.look(self.pool, scaled_queries(q, given.scale), k, active)
+            self.evict.look(self.pool, scaled_queries(q, given.scale), k, replace(given, valid=active))
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         one, theirs = self.pool.holding(state), state.evict

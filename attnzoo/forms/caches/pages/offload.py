@@ -9,6 +9,8 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forms.caches.pages.pool import KeyPool
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.readout import logits_of
 
 
 @dataclass(eq=False)
@@ -47,7 +49,7 @@ class Offload:
             self.pages[b][g][n] = {name: x[id].to("cpu", copy=True) for name, x in pool.of_pages().items()}
 
     def look(
-        self, pool: KeyPool, q: Tensor, k: Tensor, valid: Tensor | None, log_eps: float, window: int | None
+        self, pool: KeyPool, q: Tensor, k: Tensor, given: SoftmaxOptions, log_eps: float, window: int | None
     ) -> None:
         """Bring back what the rows of a call may need.
 
@@ -55,14 +57,14 @@ class Offload:
             pool: before their tokens are added.
             q: scaled queries ``[B, H, T, K]``.
             k: their own keys ``[B, H, T, K]``.
-            valid: rows that exist, ``[B, T]``, or None for all.
+            given: options of the call; ``valid`` says which rows exist.
             log_eps: logarithm of the weight that they may lose.
             window: of the layer, or None.
         """
         q, k = q.double(), k.double()
-        longest, against = q.norm(dim=-1), -(q * k).sum(-1)
-        if valid is not None:
-            longest, against = (x.masked_fill(~valid[:, None], -torch.inf) for x in (longest, against))
+        longest, against = q.norm(dim=-1), -logits_of((q * k).sum(-1), given)
+        if given.valid is not None:
+            longest, against = (x.masked_fill(~given.valid[:, None], -torch.inf) for x in (longest, against))
         now = QueryBounds(longest.amax(-1), against.amax(-1))
         if bool(pool.first.any()):
             self.bring_back(pool, pool.certified(log_eps, now, window))

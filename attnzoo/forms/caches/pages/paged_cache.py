@@ -17,6 +17,7 @@ from attnzoo.algebra.values import records
 from attnzoo.forms.caches.pages.offload import Offload
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 from attnzoo.forms.caches.state import check_rows, whole
+from attnzoo.forms.options import SoftmaxOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +56,17 @@ class Eviction:
         bounds, keep = (self.bounds, None) if away is None else (away.bounds, away.keep)
         return pool.evict(self.log_eps, bounds, self.window, keep)
 
-    def look(self, pool: KeyPool, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+    def look(self, pool: KeyPool, q: Tensor, k: Tensor, given: SoftmaxOptions) -> None:
         """Bring back the keys that the rows of a call may need, before its tokens are added.
 
         Args:
             q: scaled queries ``[B, H, T, K]``, in the dtype of the computation.
             k: their keys ``[B, T, G, K]``.
-            valid: those that exist, ``[B, T]``, or None for all.
+            given: options of the call; ``valid`` says which of these exist.
         """
         if self.offload is not None:
             k = heads_first(k.to(pool.k.dtype), q.shape[1], q.dtype)
-            self.offload.look(pool, q, k, valid, self.log_eps, self.window)
+            self.offload.look(pool, q, k, given, self.log_eps, self.window)
 
     def of_rows(self, rows: int) -> Eviction:
         """The same for ``rows`` sequences of which nothing has been seen."""
@@ -252,10 +253,10 @@ class PagedCache:
         self.pool.before = -1
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
 
-    def look(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+    def look(self, q: Tensor, k: Tensor, given: SoftmaxOptions) -> None:
         """As :meth:`Eviction.look`, where there is one."""
         if self.evict is not None:
-            self.evict.look(self.pool, q, k, valid)
+            self.evict.look(self.pool, q, k, given)
 
     def to(self, device: torch.device | str) -> PagedCache:
         """A copy on another device; dtypes stay."""
