@@ -74,7 +74,8 @@ def linear(
 
 def softmax(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, window: int | None = None,
-    sink: Tensor | None = None, return_lse: bool = False, transition: Transition | None = None,
+    sink: Tensor | None = None, return_lse: bool = False, softcap: float | None = None,
+    transition: Transition | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
 
@@ -82,10 +83,11 @@ def softmax(
         window: the sum is over ``t - window < j <= t``.
         sink: ``[H]``, one more logit per head, which has no value.
         return_lse: also return each row's log-sum-exp ``[B, T, H]``, with the sink's logit in the sum.
+        softcap: ``softcap tanh(s_tj / softcap)`` takes the place of ``s_tj``.
     """
     T = q.shape[1]
     s, d = scores(q, k, gate, scale=scale, transition=transition)
-    logits = s + d
+    logits = (s if softcap is None else softcap * (s / softcap).tanh()) + d
     if window is not None:
         logits = logits.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-window), -torch.inf)
     if sink is not None:

@@ -86,8 +86,9 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def check_scale(scale: object) -> None:
-    """Raise where the scale is neither None nor a positive finite number, which certificates and kernels assume.
+def check_scale(scale: object, name: str = "scale") -> None:
+    """Raise where the scale, or another option of this ``name``, is neither None nor a positive finite number, which
+    certificates and kernels assume.
 
     Raises:
         TypeError: something else, a tensor among them.
@@ -96,9 +97,9 @@ def check_scale(scale: object) -> None:
     if scale is None or isinstance(scale, (torch.SymFloat, torch.SymInt)):
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+        raise TypeError(f"{name}: expected a float or None, got {type(scale).__name__}")
     if not 0 < scale <= sys.float_info.max:  # an int may be too large for a float
-        raise ValueError(f"scale: expected a positive finite number or None, got {scale}")
+        raise ValueError(f"{name}: expected a positive finite number or None, got {scale}")
 
 
 def check_window(window: object) -> None:

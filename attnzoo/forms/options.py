@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import check_dense, check_flag, check_window
+from attnzoo.algebra.validation import check_dense, check_flag, check_scale, check_window
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.options import AttentionOptions
 
@@ -65,7 +65,7 @@ class SoftmaxOptions(Options):
     """What the forms of the softmax side take by keyword.
 
     Args:
-        scale: of the logits; default ``1/sqrt(K)``.
+        scale: of the scores; default ``1/sqrt(K)``.
         prune: skip blocks of keys whose weight is certified to be at most ``prune.eps`` in every row. Needs a scalar
             decay.
         logit_bound: ``[H]``, no ``|s_tj|`` may exceed it; ``prune`` certifies by it besides the measured norms.
@@ -77,6 +77,9 @@ class SoftmaxOptions(Options):
             each other. Not for ``extend``.
         return_lse: give ``(o, lse)`` in place of o: the natural log of the sum of exponentials that o was divided by,
             the sink among them, ``[B, T, H]`` in float32 (float64 for float64 inputs). Differentiable.
+        softcap: ``softcap tanh(s_tj / softcap)`` takes the place of the scaled score ``s_tj`` (Gemma Team, "Gemma 2",
+            2024, section 2). The decay ``d_tj`` is added afterwards: a closed gate still hides all before it, and every
+            weight still falls with its decay.
         keep_carries: save what the kernels of PaTH carry for the backward pass, which then need not carry it again.
     """
 
@@ -88,6 +91,7 @@ class SoftmaxOptions(Options):
     valid: Tensor | None = None
     cu_seqlens: Tensor | None = None
     return_lse: bool = False
+    softcap: float | None = None
     keep_carries: bool = False
 
     def of_kernels(self, *but: str) -> dict[str, Any]:
@@ -148,6 +152,7 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
         got = type(options.logit_bound).__name__
         raise ValueError(f"logit_bound: expected None without prune (nothing else reads it), got {got}")
     check_window(options.window)
+    check_scale(options.softcap, "softcap")
     for name, per_head in (("sink", options.sink), ("logit_bound", options.logit_bound)):
         if per_head is None:
             continue

@@ -23,10 +23,13 @@ def least_logit(dtype: torch.dtype) -> float:
 
 
 def logits_of(scores: Tensor, given: SoftmaxOptions, decay: Tensor | None = None) -> Tensor:
-    """``s + d``, the logits of scaled scores and of the decays between their tokens (None: without one).
+    """``s + d``, the logits of scaled scores, capped where that is asked for, and of the decays between their tokens
+    (None: without one).
 
     All reference forms make their logits here.
     """
+    if given.softcap is not None:
+        scores = given.softcap * (scores / given.softcap).tanh()
     return scores if decay is None else scores + decay
 
 

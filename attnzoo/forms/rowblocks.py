@@ -82,6 +82,8 @@ def causal_attention(
     S, V, with_lse = k.shape[2], v.shape[3], given.return_lse or given.sink is not None
     fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
+    if given.softcap is not None:  # PyTorch's kernels have none
+        fused = plain = False
     # a compiled graph serves other lengths
     plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative

@@ -1,4 +1,4 @@
-"""Bounds of all queries and scores by the weights of QK-norm, and the eviction that rests on them."""
+"""Bounds of all queries and scores by the weights of QK-norm and a softcap, and the eviction that rests on them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.modules import HeadNorm
 from attnzoo.registry import Variant
 
+ROUNDED = 1 + 2**-20  # of a softcap: the rounding of tanh may lead as far beyond it
+ANY_LENGTH = torch.finfo(torch.float32).max  # of queries without a bound of their own
+
 
 class Normed(Protocol):
     """The attributes of a layer that the bounds are computed from."""
@@ -31,17 +34,28 @@ class Normed(Protocol):
 
 @torch.no_grad()
 def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """A bound of every ``|s_tj|``, ``[H]`` float32; None without QK-norm, and where its weights are :func:`away`.
+    """A bound of every ``|s_tj|``, ``[H]`` float32; None without QK-norm and softcap, and where the weights are
+    :func:`away`.
 
-    ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
-    weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
+    With QK-norm it is ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)``
+    before the weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
+    As ``|softcap tanh(s / softcap)| <= min(|s|, softcap)``, the smaller of this and a softcap holds.
 
     Args:
         dtype: the dtype that q and k are rounded to.
     """
-    config, scale = layer.config, _scale(layer, dtype) * _longer(layer, dtype)
     if away(layer):
         return None
+    normed, cap = _largest_normed(layer, dtype), layer.config.softcap
+    if cap is None:
+        return normed
+    capped = layer.q_proj.weight.new_full((layer.config.num_heads,), cap * ROUNDED, dtype=torch.float32)
+    return capped if normed is None else capped.minimum(normed)
+
+
+def _largest_normed(layer: Normed, dtype: torch.dtype) -> Tensor | None:
+    """The bound by QK-norm, None without it."""
+    config, scale = layer.config, _scale(layer, dtype) * _longer(layer, dtype)
     if config.qk_norm == "l2":
         return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
     if layer.q_norm is None or layer.k_norm is None:
@@ -56,7 +70,8 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 @torch.no_grad()
 def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """A bound of the length of a scaled query, ``[H]`` float32; None where :func:`largest_score` is None.
+    """A bound of the length of a scaled query, ``[H]`` float32; None without QK-norm, and where its weights are
+    :func:`away`.
 
     Args:
         dtype: the dtype that q is rounded to.
@@ -74,9 +89,11 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 
 def query_bounds(layer: Normed, dtype: torch.dtype) -> QueryBounds | None:
-    """Bounds of all later query rows, with q and k rounded to ``dtype``; None without QK-norm."""
+    """Bounds of all later query rows, with q and k rounded to ``dtype``; None without QK-norm and softcap."""
     query, score = longest_query(layer, dtype), largest_score(layer, dtype)
-    return None if query is None or score is None else QueryBounds(query, own=score, score=score)
+    if score is None:
+        return None
+    return QueryBounds(torch.full_like(score, ANY_LENGTH) if query is None else query, own=score, score=score)
 
 
 def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
@@ -90,7 +107,7 @@ def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> 
         (B, G, _), H = pool.table.shape, config.num_heads
         kept = Offload.empty(B, G, H, pool.length.device)
         return Eviction(math.log(evict.eps), None, config.window, kept)
-    if config.qk_norm != "none" and away(layer):
+    if (config.qk_norm != "none" or config.softcap is not None) and away(layer):
         raise ValueError(
             f"evict: expected 'offload', or a device map that leaves this layer's weights in one place (those of "
             f"QK-norm bound later queries), got {evict.eps}"

@@ -165,9 +165,9 @@ def check_cache(
         if variant.side == "linear":
             why = f"{variant.name!r} is the linear side, whose state does not grow"
         raise ValueError(f"evict: {why}")
-    bounded = config.qk_norm != "none" or config.window is not None
+    bounded = config.qk_norm != "none" or config.softcap is not None or config.window is not None
     if settings is not None and not bounded and not settings.offload:
-        how = "expected None or a layer with qk_norm, whose weights bound later queries"
+        how = "expected None or a layer with qk_norm or softcap, which bound later scores"
         how += ", or 'offload'" if forgetting is None else ""
         raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
 

@@ -16,7 +16,7 @@ OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
 )  # fmt: skip
-POSITIVE = ("scale", "qk_norm_eps", "output_norm_eps", "expand")
+POSITIVE = ("scale", "softcap", "qk_norm_eps", "output_norm_eps", "expand")
 
 INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # a given key replaces the value's option
 NEEDS = {  # an option -> the options one of which must be on for it to have an effect
@@ -25,8 +25,8 @@ NEEDS = {  # an option -> the options one of which must be on for it to have an 
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
-OF_SOFTMAX = ("window", "sinks")  # parts of the softmax side alone
-OF_CORE = ("scale", "window")  # options of the core that are numbers
+OF_SOFTMAX = ("window", "sinks", "softcap")  # parts of the softmax side alone
+OF_CORE = ("scale", "window", "softcap")  # options of the core that are numbers
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class AttentionConfig:
         window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.
         sinks: a learned logit per head that takes part in the softmax without a value, 0 at the start, in float32
             (softmax side; as in gpt-oss, OpenAI, 2025, where it is drawn from N(0, 0.02^2)).
+        softcap: ``softcap tanh(s / softcap)`` takes the place of a score s before its decay is added (softmax side;
+            Gemma 2's ``attn_logit_softcapping``, 50 there); None for none.
 
     Raises:
         ValueError: a value of the wrong kind or out of range, an unknown word, or options that contradict each other.
@@ -106,6 +108,7 @@ class AttentionConfig:
     gate: GateName | Sequence[GateName] = "none"
     window: int | None = None
     sinks: bool = False
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), AttentionConfig.__annotations__)

@@ -36,6 +36,7 @@ def check_numbers(options: AttentionOptions) -> None:
     window = options.window
     validation.check_scale(options.scale)
     validation.check_window(window)
+    validation.check_scale(options.softcap, "softcap")
     if window is not None and window > MOST:
         raise ValueError(f"window: expected at most {MOST}, or None for all keys, got {window}")
 

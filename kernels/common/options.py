@@ -11,7 +11,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.launching import per_head
 
-PORTABLE_ALONE: tuple[str, ...] = ()  # options that only the portable kernels serve
+PORTABLE_ALONE = ("softcap",)  # options that only the portable kernels serve
 
 
 def portable_alone(asked: Container[str]) -> str:
@@ -29,6 +29,7 @@ class OpOptions(NamedTuple):
         window: visible keys per row, 0 for no window.
         bound: ``Prune.bound``, "" without pruning.
         log_eps: ``Prune.log_eps``, 0 without pruning.
+        softcap: of the scores, 0 for none.
     """
 
     cu_seqlens: Tensor | None
@@ -37,6 +38,7 @@ class OpOptions(NamedTuple):
     window: int = 0
     bound: str = ""
     log_eps: float = 0.0
+    softcap: float = 0.0
 
     @property
     def portable_alone(self) -> str:
@@ -44,9 +46,9 @@ class OpOptions(NamedTuple):
         return portable_alone([name for name in PORTABLE_ALONE if getattr(self, name)])
 
     @property
-    def scale2(self) -> float:
+    def scale2(self) -> tuple[float, float | None]:
         """What the portable kernels make scores by (``common/scores.py``)."""
-        return self.scale * LOG2E
+        return (self.scale / self.softcap, self.softcap * LOG2E) if self.softcap else (self.scale * LOG2E, None)
 
 
 class AttentionOptions(NamedTuple):
@@ -58,10 +60,12 @@ class AttentionOptions(NamedTuple):
     sink: Tensor | None = None
     cu_seqlens: Tensor | None = None
     logit_bound: Tensor | None = None
+    softcap: float | None = None
 
     def scores(self, products: Tensor, K: int) -> Tensor:
         """The scores of products of queries and keys of K channels; of a bound of |q . k|, a bound of the scores."""
-        return products * self.scale_of(K)
+        scores = products * self.scale_of(K)
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
     def scale_of(self, K: int) -> float:
         """The scale of scores of K channels."""
@@ -71,4 +75,4 @@ class AttentionOptions(NamedTuple):
         """The same (but for the sink, an operand with a gradient) for heads of K channels."""
         bound, log_eps = ("", 0.0) if self.prune is None else (self.prune.bound, self.prune.log_eps)
         known, window = per_head(self.logit_bound), self.window or 0
-        return OpOptions(self.cu_seqlens, known, self.scale_of(K), window, bound, log_eps)
+        return OpOptions(self.cu_seqlens, known, self.scale_of(K), window, bound, log_eps, float(self.softcap or 0))

@@ -7,6 +7,7 @@ A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels an
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def fox_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    softcap: float | None = None,
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
     receivers: tuple[Tensor, ...] | None = None,
@@ -77,6 +79,8 @@ def fox_attention(
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
             ``prune``: the smaller of it and what the norms of q and k say counts. A bound that does not hold voids the
             certificate.
+        softcap: ``softcap tanh(s / softcap)`` takes the place of each scaled score s, before log_decay is added
+            (Gemma 2). Only the portable kernels know it.
         valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
             count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
         gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step, and with them the
@@ -108,7 +112,7 @@ def fox_attention(
     pruning: see ``kernels/common/pruning.py``.
     """
     q, k, v, log_decay = cast_for_autocast(q, k, v, {"log_decay": log_decay})
-    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound, softcap)
     check_inputs(q, k, v, log_decay, options, valid=valid, gate_sums=gate_sums)
     check_receivers(receivers, q, k)
     check_flag("return_lse", return_lse)
@@ -145,21 +149,18 @@ def kept_fraction(
     k: Tensor,
     *,
     log_decay: Tensor,
-    prune: Prune | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None,
     impl: Impl = "auto",
+    **named: Any,
 ) -> Tensor:
     """Share of the causal blocks (128 rows by 64 keys) that ``fox_attention`` computes, per head.
 
-    Arguments as ``fox_attention``. Closed gates, packing and the window count as well as pruning.
+    Arguments as ``fox_attention``, the options by name; a sink changes nothing. Closed gates,
+    packing and the window count as well as pruning.
 
     Returns:
         [B, H] float32 in (0, 1].
     """
-    options = AttentionOptions(scale, prune, window, None, cu_seqlens, logit_bound)
+    options = AttentionOptions(**named)
     check_inputs(q, k, k, log_decay, options)
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "reference":
         return reference_share(q, k, log_decay, options, prune_starts_reference)

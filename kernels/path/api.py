@@ -51,6 +51,7 @@ def path_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    softcap: float | None = None,
     receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
@@ -87,6 +88,8 @@ def path_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms. A bound that
             does not hold voids the certificate.
+        softcap: ``softcap tanh(s / softcap)`` takes the place of each scaled score s, before log_decay is added
+            (Gemma 2). Only the portable kernels know it.
         receivers: float32 tensors of the shapes of q, k and w that get the gradients of these, unrounded, in their
             place. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
@@ -119,7 +122,7 @@ def path_attention(
     """
     gates = {"w": w, "beta": beta, "log_diag": log_diag, "log_decay": log_decay}
     q, k, v, w, beta, log_diag, log_decay = cast_for_autocast(q, k, v, gates, needed=("w", "beta"))
-    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound, softcap)
     _check(q, k, v, w, beta, log_decay, log_diag, options)
     check_receivers(receivers, q, k, w)
     check_flag("return_lse", return_lse)
@@ -158,21 +161,18 @@ def kept_fraction(
     w: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    prune: Prune | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None,
     impl: Impl = "auto",
+    **named: Any,
 ) -> Tensor:
     """Share of the causal blocks (128 rows by 64 keys) that ``path_attention`` computes, per head.
 
-    Arguments as ``path_attention``. Closed gates, packing and the window count as well as pruning.
+    Arguments as ``path_attention``, the options by name; a sink changes nothing. Closed gates,
+    packing and the window count as well as pruning.
 
     Returns:
         [B, H] float32 in (0, 1].
     """
-    options = AttentionOptions(scale, prune, window, None, cu_seqlens, logit_bound)
+    options = AttentionOptions(**named)
     _check(q, k, k, w, beta, log_decay, None, options)
     if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "reference":
 

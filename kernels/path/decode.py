@@ -95,7 +95,7 @@ def path_extend(
 def path_extend(  # type: ignore[misc]  # the gates and options above are these
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
     valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
-    window: int | None = None, sink: Tensor | None = None, return_lse: bool = False,
+    window: int | None = None, sink: Tensor | None = None, return_lse: bool = False, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Continue PaTH or PaTH-FoX from cached keys, with one new token or many: one pass over the cache per CHUNK tokens.
 
@@ -118,6 +118,7 @@ def path_extend(  # type: ignore[misc]  # the gates and options above are these
             see may be left out of ``keys``, ``values``, ``gates`` and ``valid``, from the first on.
         sink: [H] logits that take part in the softmax without a value.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included.
+        softcap: as ``path_attention``.
 
     Returns:
         o [B, N, H, V] in the dtype of ``values``, the keys as the last new token leaves them [B, S + N, G, K] float32,
@@ -129,7 +130,7 @@ def path_extend(  # type: ignore[misc]  # the gates and options above are these
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    options = AttentionOptions(scale, window=window)
+    options = AttentionOptions(scale, window=window, softcap=softcap)
     step = _checked(PathStep(q, k, w, beta, keys, values, gates, valid, sink, log_diag), options)
     from attnzoo.kernels.path.portable.decode import path_advance_op
 
@@ -155,12 +156,12 @@ def path_extend(  # type: ignore[misc]  # the gates and options above are these
 def path_step(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
     valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
-    window: int | None = None, sink: Tensor | None = None,
+    window: int | None = None, sink: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """``path_extend`` by one token, which changes ``keys`` where they stand; may be captured in a CUDA graph.
 
     Args:
-        q, k, w, beta, values, gates, valid, scale, log_diag, window, sink: as ``path_extend``, with N = 1.
+        q, k, w, beta, values, gates, valid, scale, log_diag, window, sink, softcap: as ``path_extend``, with N = 1.
         keys: [B, S + 1, G, K] float32, contiguous: the cached keys and a place for the new one.
 
     Returns:
@@ -170,7 +171,7 @@ def path_step(
         ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
     """
     check_tensors({"keys": keys}, needed=("keys",))
-    options = AttentionOptions(scale, window=window)
+    options = AttentionOptions(scale, window=window, softcap=softcap)
     step = _checked(PathStep(q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag), options)
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 

@@ -35,6 +35,7 @@ def wall_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
     impl: Impl = "auto",
@@ -64,6 +65,8 @@ def wall_attention(
         sink: [H] logits that take part in the softmax without a value.
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms.
+        softcap: ``softcap tanh(s / softcap)`` takes the place of each scaled score s, before log_decay is added
+            (Gemma 2). Only the portable kernels know it.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         layout: "bthd", the shapes above (so does None, which warns where there are more heads than tokens), or "bhtd":
             heads come before tokens, as PyTorch has them, in all that is given and returned.
@@ -87,7 +90,7 @@ def wall_attention(
     """
     gates = {"log_diag": log_diag, "log_decay": log_decay}
     q, k, v, log_diag, log_decay = cast_for_autocast(q, k, v, gates, needed=("log_diag",))
-    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound)
+    options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound, softcap)
     check_tensors({"q": q, "log_diag": log_diag}, needed=("q", "log_diag"))
     check_whole_sequences(q, k, v, log_decay, options)
     check_log_diag(q, log_diag)

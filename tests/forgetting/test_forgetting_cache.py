@@ -51,6 +51,7 @@ def live(cache):
 def test_pieces_through_a_cache_are_the_whole_sequence(name, data):
     network = data.draw(st.sampled_from(dense.NETWORKS))
     options = {"window": data.draw(st.sampled_from([None, 9])), "sinks": data.draw(st.booleans())}
+    options["softcap"] = data.draw(st.sampled_from([None, 0.3]))
     attn = forgetful(name, network, seed=data.draw(st.integers(0, 3)), **options)
     T = data.draw(st.integers(2, 14))
     x = rows(2, T)

@@ -63,7 +63,11 @@ def test_window_sink_and_lse_equal_oracle(name: str, data: st.DataObject) -> Non
     sink = data.draw(st.sampled_from((None, 0.0, -3.0, 4.0)), label="sink")
     forms = ("parallel", "recurrent")
     sinks = None if sink is None else sink + torch.linspace(-1, 1, case.H, dtype=torch.float64)
-    options = {"window": window, "scale": case.scale}
+    options = {
+        "window": window,
+        "scale": case.scale,
+        "softcap": data.draw(st.sampled_from((None, 0.9)), label="softcap"),
+    }
 
     def on(run: Callable[..., Any]) -> dict[str, Tensor]:
         leaf = None if sinks is None else sinks.clone().requires_grad_()

@@ -57,11 +57,11 @@ def stepped(name: str, inputs: Inputs, cuts: list[int], valid: Tensor | None, **
 @torch.no_grad()
 def test_kernels_take_windows_and_sinks_and_give_the_lse(name: str) -> None:
     inputs, sink = inputs_of(name), torch.linspace(-1, 1, 2)
-    options: dict[str, Any] = {"window": 9, "sink": sink, "return_lse": True}
+    options: dict[str, Any] = {"window": 9, "sink": sink, "softcap": 1.2, "return_lse": True}
     expected = oracle.softmax(*doubled(inputs), **options)
     got = get(name).forms["triton"](*inputs, **options)
     assert max(map(relative_error, got, expected)) <= CLOSE
-    steps, _ = stepped(name, inputs, [0, 22, 23, 26], None, window=9, sink=sink)
+    steps, _ = stepped(name, inputs, [0, 22, 23, 26], None, window=9, sink=sink, softcap=1.2)
     assert relative_error(steps[..., :-1], expected[0]) <= CLOSE
     assert relative_error(steps[..., -1], expected[1]) <= CLOSE
 
@@ -90,8 +90,9 @@ def test_pieces_of_any_length_go_on_from_a_cache_of_wall(name: str) -> None:
     valid = torch.ones(2, 48, dtype=torch.bool)
     valid[0, :22], valid[1, 40:44] = False, False
     for there in (None, valid):
-        got, state = stepped(name, inputs, [0, 20, 23, 24, 48], there, sink=sink)
-        expected, last = get(name).extend(*doubled(inputs), valid=there, sink=sink.double(), return_lse=True)
+        got, state = stepped(name, inputs, [0, 20, 23, 24, 48], there, sink=sink, softcap=1.2)
+        options: dict[str, Any] = {"sink": sink.double(), "softcap": 1.2, "return_lse": True}
+        expected, last = get(name).extend(*doubled(inputs), valid=there, **options)
         wanted, seen = torch.cat([expected[0], expected[1][..., None]], -1), valid | (there is None)
         assert got.isfinite().all()
         assert relative_error(got[seen], wanted[seen]) <= CLOSE

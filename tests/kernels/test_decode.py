@@ -16,6 +16,7 @@ CASES = [
     Case(lengths=(150, 140), T=4, H=2, G=2, gate="mixed"),
     Case(lengths=(150,), T=2, H=4, G=2, gate="const", sink=True),
     Case(lengths=(260, 70), T=5, H=2, G=1, options={"window": 70}),
+    Case(lengths=(150, 70), T=2, H=4, G=2, sink=True, options={"softcap": 0.8}),
     Case(lengths=(130, 2), T=16, H=6, G=1, gate="none", sink=True, options={"window": 1}),
     Case(lengths=(70, 20), T=2, H=1, G=1, K=136, V=40, gate="open", page=16),
 ]

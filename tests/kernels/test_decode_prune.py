@@ -18,6 +18,7 @@ CASES = [
     Case(lengths=(333, 400), T=4, H=4, G=2, first=(1, 0, 0, 2), sink=True),
     Case(lengths=(300,), T=3, H=4, G=2, gate="mixed", options={"window": 250}),
     Case(lengths=(520, 140), T=2, H=4, G=4, gate="const"),
+    Case(lengths=(400, 300), T=2, H=2, G=1, options={"softcap": 0.5, "scale": 3.0}),
 ]
 
 

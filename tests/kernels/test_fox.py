@@ -38,6 +38,9 @@ CASES = [
     Case(gate="const", T=220, S=220, cu_seqlens=(0, 100, 220)),
     Case(gate="none", T=220, S=220, cu_seqlens=(0, 3, 220), options={"window": 50}),
     Case(options={"scale": 0.7}),
+    Case(T=130, S=170, G=2, sink=True, options={"softcap": 0.8}),
+    Case(gate="const", T=140, S=140, options={"softcap": 5.0, "scale": 3.0, "window": 90}),
+    Case(gate="none", T=70, S=70, options={"softcap": 1e6}),
 ]
 
 

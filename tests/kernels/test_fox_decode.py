@@ -22,6 +22,7 @@ CASES = [
     Case(T=2, S=520, H=2, G=1, sink=True),
     Case(T=3, S=600, H=2, G=1, options={"window": 70}),
     Case(T=2, S=260, H=1, G=1, K=136, V=40, gate="open"),
+    Case(T=3, S=300, H=2, G=1, sink=True, options={"softcap": 0.8}),
 ]
 
 

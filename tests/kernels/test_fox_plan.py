@@ -37,6 +37,7 @@ def test_a_hopper_runs_its_own_kernels(release: tuple[int, int]) -> None:
         (HOPPER, {"deterministic": True}, "deterministic algorithms"),
         (HOPPER, {"lags": True, "deterministic": True}, "the gradient of a constant gate is asked for"),
         (HOPPER, {"described": False}, "descriptors cannot address"),
+        (HOPPER, {"portable_alone": "softcap"}, "the Gluon kernels know no softcap"),
         (Machine((9, 0), (3, 5)), {}, "expected Triton 3.6 to 3.9 for the Gluon kernels, got 3.5 (torch 2.10"),
         (Machine((9, 0), (3, 10)), {}, "got 3.10 (a newer attnzoo"),
         (Machine((9, 0), (3, 6), rocm=True), {}, ""),

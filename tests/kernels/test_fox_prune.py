@@ -29,7 +29,7 @@ EPS = math.exp(-10.0)
 BOUNDS = ("tail", "paper")
 
 
-def starts(q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, **options: Any) -> Tensor:
+def starts(q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune | None, **options: Any) -> Tensor:
     """The first key of each row unit as the kernels find it."""
     from attnzoo.kernels.fox.op import row_gates
 
@@ -39,7 +39,9 @@ def starts(q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, **options: Any
     return start
 
 
-def dropped_mass(q: Tensor, k: Tensor, log_decay: Tensor, start: Tensor, scale: float | None = None) -> Tensor:
+def dropped_mass(
+    q: Tensor, k: Tensor, log_decay: Tensor, start: Tensor, scale: float | None = None, softcap: float = math.inf
+) -> Tensor:
     """Attention weight before each row's start, in float64: [B, H, T]."""
     B, T, H, K = q.shape
     S = k.shape[1]
@@ -48,6 +50,7 @@ def dropped_mass(q: Tensor, k: Tensor, log_decay: Tensor, start: Tensor, scale: 
     j = torch.arange(S, device=q.device)
     rep = H // k.shape[2]
     s = torch.einsum("bthk,bshk->bhts", q.double(), k.double().repeat_interleave(rep, 2)) * (scale or K**-0.5)
+    s = s if softcap == math.inf else softcap * (s / softcap).tanh()
     visible = (j <= pos[:, None]) & (j >= first_visible(closed, None, None)[..., S - T :, None])
     s = (s + c[..., S - T :, None] - c[..., None, :]).masked_fill(~visible, -math.inf)
     cut = start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
@@ -69,6 +72,20 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
     assert float(dropped_mass(x["q"], x["k"], x["log_decay"], found, 0.1).max()) <= EPS
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_boundaries_of_capped_scores_follow_their_definition(bound: str) -> None:
+    """Scores lie far beyond the cap: both the bound of a row's scores and that of its sum are those of capped ones."""
+    x = inputs(Case(T=390, S=520, H=2, K=8, gate="open"), torch.float32)
+    options = AttentionOptions(4.0, Prune(bound=bound), softcap=0.5)  # type: ignore[arg-type]
+    found = starts(x["q"], x["k"], x["log_decay"], **options._asdict()).long()
+    c, closed = running_sums(x["log_decay"], 1, 520, 2, x["q"].device)
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), options)
+    assert bool((found <= exact).all())
+    assert bool((exact - found <= KEY_UNIT).all())
+    assert int(found.sum()) > int(starts(x["q"], x["k"], x["log_decay"], options.prune, scale=4.0).sum())
+    assert float(dropped_mass(x["q"], x["k"], x["log_decay"], found, 4.0, 0.5).max()) <= EPS
 
 
 def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:

@@ -45,6 +45,7 @@ CASES = [
     Case(T=130, H=1, options={"scale": 0.7}),
     Case(T=64, H=1),
     Case(gate="open", T=520, H=1),  # three levels of carries
+    Case(T=270, H=2, G=1, sink=True, options={"softcap": 0.6}),
 ]
 ROWS = [  # what bounds a row or takes part in its softmax besides its keys
     Case(T=300, H=1, options={"window": 70}),

@@ -34,6 +34,7 @@ def test_a_hopper_runs_its_own_kernels(release: tuple[int, int]) -> None:
     [
         (HOPPER, {"dtype": torch.float32}, "portable", "portable", "expected bfloat16 or float16"),
         (HOPPER, {"K": 32}, "portable", "portable", "head dims of 33 to 128"),
+        (HOPPER, {"portable_alone": "softcap"}, "portable", "portable", "the Gluon kernels know no softcap"),
         (HOPPER, {"K": 66}, "portable", "hopper", "descriptors cannot address the carried queries"),
         (HOPPER, {"described": False}, "portable", "portable", "descriptors cannot address v"),
         (HOPPER, {"deterministic": True}, "hopper", "portable", "deterministic algorithms"),

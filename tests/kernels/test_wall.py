@@ -34,6 +34,7 @@ CASES = [
     Case(gate="strong", T=200, H=1, K=32),
     Case(T=220, H=1, cu_seqlens=(0, 1, 71, 71, 190, 220), options={"scale": 0.7}),
     Case(T=520, H=1),  # three levels of carries
+    Case(T=270, H=1, decay="open", options={"softcap": 0.6}),
     Case(gate="open", T=140, sink=True, options={"window": 70}),
     Case(T=140, G=1, H=2, decay="mixed", sink=True),
     Case(T=150, H=1, decay="open", cu_seqlens=(0, 1, 71, 150), options={"scale": 0.7, "window": 40}),

@@ -269,7 +269,8 @@ def test_blocks_that_are_computed_again_have_the_same_gradients_beside_a_cache(a
 
 
 def test_options_of_every_layer_reach_it(tokens):
-    model = build(attention_options={"window": 4, "sinks": True})
+    model = build(attention_options={"window": 4, "sinks": True, "softcap": 50.0})
+    assert all(block.attention.core_options["softcap"] == 50 for block in model.blocks)
     assert [block.attention.config.window for block in model.blocks] == [4, 4]
     assert all(block.attention.sinks is not None for block in model.blocks)
     assert (model(tokens).logits - build()(tokens).logits).abs().max() > 1e-4

@@ -5,6 +5,8 @@ With P the weights, dP = dO V^T and delta_i = sum_j P_ij dP_ij:
 
     dS = P * (dP - delta),   dV = P^T dO,   dQ = scale dS K,   dK = scale dS^T Q,   d(bias) = dS.
 
+With a softcap dQ and dK take dS times the slope of tanh (``common/scores.py``).
+
 delta = dO . O holds for the exact output; the stored one is rounded, and the error, the same for a whole row, would
 build up in the gate's suffix sums (1e-1 relative after 4096 tokens at a decay length of 8). The row kernel sees
 sum_j dS_ij, which is 0 for the exact delta, so it corrects delta for the key kernel; with a sink of weight w the sum
@@ -38,7 +40,7 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
-from attnzoo.kernels.common.scores import scores
+from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 
@@ -55,7 +57,8 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     else:
         b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
         b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
-    b_y = scores(tl.dot(b_q, tl.trans(b_k), input_precision=PREC), scale2)  # [BT, BS]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)  # [BT, BS]
+    b_y = scores(b_s, scale2)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
@@ -68,6 +71,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     b_ds = b_p * (b_dp - b_delta[:, None])  # [BT, BS]
     if ROW_SUM:
         b_dr += tl.sum(b_ds, 1)
+    b_ds = product_gradient(b_ds, b_s, scale2)
     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
     return b_dq, b_dr
 
@@ -161,9 +165,9 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
     b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
     if GATE != 0:
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
-    b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
+    b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
-    b_y = scores(b_y, scale2)
+    b_y = scores(b_x, scale2)
     if GATE != 0:
         b_y += b_bias[:, None]
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
@@ -185,7 +189,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
         if GATE == 1:  # a constant gate counts once for each token of the lag
             b_dy *= ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
         b_dc += tl.sum(b_dy, 1)
-    b_dsh = b_ds.to(b_q.dtype)
+    b_dsh = product_gradient(b_ds, b_x, scale2).to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
     return b_dk, b_dv, b_dc
 

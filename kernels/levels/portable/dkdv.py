@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from, row_shift
-from attnzoo.kernels.common.scores import scores
+from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 
 from .forward import _level_tile
@@ -126,6 +126,7 @@ def path_dkdv_portable_kernel(
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             if GATE != 0:
                 b_dc += tl.sum(b_ds, 1)
+            b_ds = product_gradient(b_ds, b_y, scale2)
             tl.store(p_ddiag + o_d, b_ds * scale, mask=own)
             b_ds = tl.where(own, 0.0, b_ds)
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PREC)
@@ -184,6 +185,7 @@ def path_dkdv_portable_kernel(
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)
+                    b_ds = product_gradient(b_ds, b_y, scale2)
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PREC)
                 b_base, b_c = _row_gate(p_ch, p_baseh, r0, T, GATE, RU, KU)
                 for i in range(r0, tl.minimum(i_mask, i_end), BT):
@@ -199,6 +201,7 @@ def path_dkdv_portable_kernel(
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)
+                    b_ds = product_gradient(b_ds, b_y, scale2)
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PREC)
                 if GATE != 0:
                     tl.store(p_dc + ((i_l + 1) * B * H + i_bh) * T + b_s, b_dc, mask=m_s)

@@ -11,7 +11,7 @@ import triton.language as tl
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.row_delta import settle_delta
-from attnzoo.kernels.common.scores import scores
+from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 
 from .forward import _base_at, _level_keys, _level_tile, _pair_scores
@@ -99,6 +99,7 @@ def path_dq_portable_kernel(
                           HAS_SINCE, PREC, True)  # fmt: skip
         if GATE != 0 or HAS_SINK:
             b_dr += tl.sum(b_ds, 1)
+        b_ds = product_gradient(b_ds, b_s, scale2)
         b_ds = tl.where((b_row // KU == s // KU)[:, None], 0.0, b_ds)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
     p_dqt = p_dqb + ((i_b * T + row) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
@@ -126,6 +127,7 @@ def path_dq_portable_kernel(
                                       scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
                     if GATE != 0 or HAS_SINK:
                         b_dr += tl.sum(b_ds, 1)
+                    b_ds = product_gradient(b_ds, b_s, scale2)
                     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
             b_base = _base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
@@ -139,6 +141,7 @@ def path_dq_portable_kernel(
                                   GATE, HAS_SINCE, PREC, False)  # fmt: skip
                 if GATE != 0 or HAS_SINK:
                     b_dr += tl.sum(b_ds, 1)
+                b_ds = product_gradient(b_ds, b_s, scale2)
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
             p_dqt = p_dq + ((i_lb.to(tl.int64) * Tq + r) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
             tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
