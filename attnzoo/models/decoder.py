@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
@@ -223,7 +224,8 @@ class LanguageModel(nn.Module):
             logits = self.head(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
+            exact = logits.flatten(0, 1).to(compute_dtype(logits))
+            loss = F.cross_entropy(exact, targets.flatten().long(), ignore_index=IGNORED)
             return ModelOutput(logits, loss)
 
     def hidden(

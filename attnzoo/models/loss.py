@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo.algebra.transitions import compute_dtype
+
 IGNORED = -100  # a target that does not count
 LOGITS = 2**27  # logits held at a time: 512 MiB in float32
 ALIGNED = 64  # the head is padded to a multiple of rows for a GPU's full speed
@@ -24,8 +26,8 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor
         targets: int64 [n], -100 where a row does not count.
         vocab: size of the vocabulary.
     """
-    logits = F.linear(x, weight)[:, :vocab].float()  # [n, vocab]
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    logits = F.linear(x, weight)[:, :vocab]
+    return F.cross_entropy(logits.to(compute_dtype(logits)), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def head_loss(

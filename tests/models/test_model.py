@@ -164,9 +164,10 @@ def test_loss_is_the_cross_entropy_of_the_targets_that_count(model, tokens):
     targets[0, 3:9] = -100
     output = model(tokens, targets=targets)
     counted = targets != -100
-    expected = F.cross_entropy(output.logits[counted].float(), targets[counted])
+    expected = F.cross_entropy(output.logits[counted], targets[counted])  # as exact as the model
     assert output.logits.shape == (2, 13, 40)
     torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(model(tokens, targets=targets, with_logits=False).loss, expected)
     assert model(tokens).loss is None
     torch.testing.assert_close(model(tokens).logits, output.logits)
 
