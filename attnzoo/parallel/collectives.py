@@ -14,6 +14,19 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Traffic:
+    """Bytes that this process has sent to others, forward and backward."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, x: Tensor, times: float = 1) -> None:
+        self.bytes += int(x.numel() * x.element_size() * times)
+
+
+traffic = Traffic()
+
+
 def gather(group: Any, ranks: int, *xs: Tensor) -> tuple[list[Tensor], Tensor]:
     """Those of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes."""
     *found, knot = _Gather.apply(group, ranks, *xs)  # type: ignore[no-untyped-call]
@@ -36,6 +49,7 @@ def tied(x: Tensor, *knots: Tensor) -> Tensor:
 def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
     """:func:`exchange` without a gradient."""
     out = x.new_empty(sum(receives), *x.shape[1:])
+    traffic.add(x, (sum(sends) - sends[dist.get_rank(group)]) / max(1, sum(sends)))
     dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=group)
     return out
 
@@ -47,6 +61,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, group: Any, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, found = group, []
         for x in xs:
+            traffic.add(x, ranks - 1)
             found.append(x.new_empty(ranks, *x.shape))
             _all_gather(found[-1].view(-1), x.contiguous().view(-1), group=group)
         return *found, xs[0].new_empty(0)
@@ -55,6 +70,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found = []
         for grad in grads[:-1]:
+            traffic.add(grad, 1 - 1 / len(grad))
             found.append(grad.new_empty(grad.shape[1:]))
             _reduce_scatter(found[-1].view(-1), grad.contiguous().view(-1), group=ctx.group)
         return None, None, *found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.data.windows import Starts
 from attnzoo.models.loss import IGNORED
+from attnzoo.parallel import Fragments
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class TokenBatch:
         counted: number of targets that count. Where it is 0, the targets are copied from other rows, as a model refuses
             a batch without any.
         lengths: lengths of the sequences, [N].
+        fragments: where several processes share the rows, those of each; inputs and targets are this process's.
     """
 
     inputs: Tensor
@@ -32,6 +34,7 @@ class TokenBatch:
     cu_seqlens: Tensor | None
     counted: int
     lengths: Starts
+    fragments: Fragments | None = None
 
     def pairs(self, window: int | None = None) -> int:
         """The number of (query, key) pairs that causality and a window allow, a token with itself included."""
@@ -41,7 +44,8 @@ class TokenBatch:
     def to(self, device: torch.device) -> TokenBatch:
         """A copy on the device."""
         borders = None if self.cu_seqlens is None else moved(self.cu_seqlens, device)
-        return TokenBatch(moved(self.inputs, device), moved(self.targets, device), borders, self.counted, self.lengths)
+        inputs, targets = moved(self.inputs, device), moved(self.targets, device)
+        return replace(self, inputs=inputs, targets=targets, cu_seqlens=borders)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:

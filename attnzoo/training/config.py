@@ -142,6 +142,7 @@ class TrainConfig:
         compile: compile each block with `torch.compile`.
         recompute: keep only each block's input for the backward pass and compute the rest again: slower, with less
             memory.
+        context_parallel: number of processes that share each sequence.
         sharding: `none` (each process has the whole model) or `fsdp` (each has a part of it, and of the optimizer's
             state).
         device: `auto` (what accelerate finds) or `cpu`.
@@ -170,6 +171,7 @@ class TrainConfig:
     mixed_precision: str = "none"
     compile: bool = False
     recompute: bool = False
+    context_parallel: int = 1
     sharding: str = "none"
     device: str = "auto"
     log_every: int = 10
@@ -186,6 +188,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")
+        at_least(self, 1, "context_parallel")
+        if self.compile and self.context_parallel > 1:
+            raise ValueError(f"compile=true: expected false with context_parallel={self.context_parallel}")
         at_least(self, 1, "batch_size", below=2**31)
         at_least(self, 0, "eval_every", "checkpoint_every")
         at_least(self, 0, "seed", below=2**32)
@@ -220,12 +225,27 @@ class TrainConfig:
         """The number of sequences that a process reads for one backward pass.
 
         Raises:
-            ValueError: the batch does not divide evenly among processes and parts.
+            ValueError: the batch does not divide evenly among processes (groups of them) and parts.
         """
-        parts = processes * self.gradient_accumulation
+        groups = self.groups(processes)
+        parts = groups * self.gradient_accumulation
         if self.batch_size % parts:
+            among = f"{processes} processes" if groups == processes else f"{groups} groups of processes"
             raise ValueError(
-                f"batch_size={self.batch_size} does not divide evenly among {processes} processes "
+                f"batch_size={self.batch_size} does not divide evenly among {among} "
                 f"times gradient_accumulation={self.gradient_accumulation}"
             )
         return self.batch_size // parts
+
+    def groups(self, processes: int) -> int:
+        """The number of groups of processes that share sequences.
+
+        Raises:
+            ValueError: the processes do not divide evenly into such groups.
+        """
+        if processes % self.context_parallel:
+            raise ValueError(
+                f"context_parallel={self.context_parallel}: expected a number that divides the {processes} "
+                f"process{'es' * (processes > 1)} (--processes)"
+            )
+        return processes // self.context_parallel

@@ -40,6 +40,7 @@ FREE = frozenset(
         "output_dir",
         "compile",
         "recompute",
+        "context_parallel",
         "sharding",
         "device",
         "gradient_accumulation",

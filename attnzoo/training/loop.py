@@ -27,6 +27,7 @@ from attnzoo.training.checkpoint import (
     write_checkpoint,
 )
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.context import Sharing
 from attnzoo.training.folder import check_config_file, check_resumable, exclusive, is_other, make_folder, write_config
 from attnzoo.training.forgetting import check_schedule
 from attnzoo.training.launch import waiting_for_others
@@ -101,6 +102,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             for block in model.blocks:
                 block.compile()
             model.chunk_loss = torch.compile(model.chunk_loss)
+        sharing = Sharing.of(config, accelerator, model)
         state = prepare(model, accelerator, config)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
@@ -114,7 +116,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             keep_tokenizer(config.data, run_dir, anew=checkpoint is None)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
         if progress.step < config.steps:
-            run = Run(config, state, data, rows_per_part)
+            run = Run(config, state, data, rows_per_part, sharing)
             _train_from(progress, run, run_dir, on_row)
         elif main:
             rows_until(run_dir, progress.step, progress.metrics)  # logs whether they are as they were written

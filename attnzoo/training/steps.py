@@ -17,6 +17,7 @@ from attnzoo.data.windows import begins_within, heldout_starts
 from attnzoo.training.batches import TokenBatch, moved, rows_of, rows_of_answers
 from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.context import Sharing, in_context
 from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown, taught
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
@@ -31,8 +32,8 @@ class TooLargeError(RuntimeError):
 class Run:
     """The objects of a training run (model, optimizer, data), with its update, evaluation and checks."""
 
-    def __init__(self, config: TrainConfig, state: TrainState, data: Data, rows_per_part: int):
-        self.config, self.state = config, state
+    def __init__(self, config: TrainConfig, state: TrainState, data: Data, rows_per_part: int, sharing: Sharing):
+        self.config, self.state, self.sharing = config, state, sharing
         self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
         self.parts: list[TokenBatch] = []  # rows of the last step
@@ -84,7 +85,8 @@ class Run:
 
         None where all parts have the same number of targets.
         """
-        if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
+        alike = parts[0].cu_seqlens is None and parts[0].fragments is None
+        if alike and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
         return self._shares(torch.tensor([rows.counted for rows in parts]))
 
@@ -107,7 +109,8 @@ class Run:
         """The mean loss of a batch; diverged weights raise FloatingPointError when a form refuses its gates."""
         packed = {} if rows.cu_seqlens is None else {"cu_seqlens": rows.cu_seqlens}
         try:
-            loss: Tensor = self.model(rows.inputs, targets=rows.targets, with_logits=False, **packed).loss
+            with in_context(rows):
+                loss: Tensor = self.model(rows.inputs, targets=rows.targets, with_logits=False, **packed).loss
         except ValueError as error:
             if step == 1:
                 raise
@@ -122,15 +125,13 @@ class Run:
 
     def _part(self, step: int, part: int) -> TokenBatch:
         """This process's rows of a part of a batch; the rows of a batch depend on the step alone."""
-        rows, accelerator, windows = self.rows_per_part, self.accelerator, self.data.train
-        first = (step - 1) * self.config.batch_size + (
-            part * accelerator.num_processes + accelerator.process_index
-        ) * rows
+        rows, device, windows, sharing = self.rows_per_part, self.accelerator.device, self.data.train, self.sharing
+        first = (step - 1) * self.config.batch_size + (part * sharing.groups + sharing.number) * rows
         indices = range(first, first + rows)
         if isinstance(windows, Examples):
-            return rows_of_answers(*windows.batch(indices)).to(accelerator.device)
+            return sharing.share(rows_of_answers(*windows.batch(indices))).to(device)
         begins = None if self.data.heldout_documents is None else [windows.begins(index) for index in indices]
-        return rows_of(windows.batch(indices), begins).to(accelerator.device)
+        return sharing.share(rows_of(windows.batch(indices), begins)).to(device)
 
     @torch.no_grad()
     def heldout_loss(self, step: int) -> float:
@@ -138,13 +139,13 @@ class Run:
         accelerator = self.accelerator
         count, held = self._heldout()
         # Every process runs equally many equal batches: the model synchronises them.
-        together = self.rows_per_part * accelerator.num_processes
+        together = self.rows_per_part * self.sharing.groups
         total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
         self.model.eval()
         for first in range(0, count, together):
-            mine = first + accelerator.process_index * self.rows_per_part + np.arange(self.rows_per_part)
+            mine = first + self.sharing.number * self.rows_per_part + np.arange(self.rows_per_part)
             which = np.where(mine < count, mine, 0)  # rows that fill the last batch do not count
-            rows = held(which, int((mine < count).sum()))
+            rows = self.sharing.share(held(which, int((mine < count).sum())))
             loss = self._loss(step, rows.to(accelerator.device))
             if rows.counted:
                 total += torch.tensor([float(loss) * rows.counted, rows.counted], dtype=torch.float64)
@@ -184,7 +185,7 @@ class Run:
         """The share of blocks that pruning keeps, where a layer prunes, and MFU, where the GPU's peak is known."""
         self.model.eval()
         try:
-            kept = blocks_kept(self.model, self.parts[0])
+            kept = {} if self.parts[0].fragments is not None else blocks_kept(self.model, self.parts[0])
         except ValueError as error:
             raise self._diverged(step, str(error)) from error
         row: Row = {}
@@ -193,7 +194,7 @@ class Run:
             kept = dict(zip(kept, self.accelerator.reduce(shares, "mean").tolist(), strict=True))
             row["blocks_kept"] = sum(kept.values()) / len(kept)
         if self.peak is not None:
-            share = tokens_per_second / sum(part.inputs.numel() for part in self.parts) / self.peak
+            share = tokens_per_second / sum(int(part.lengths.sum()) for part in self.parts) / self.peak
             operations = Operations(self.accelerator.unwrap_model(self.model))
             row["mfu"] = operations.per_step(self.parts, kept) * share
             row["mfu_dense"] = operations.per_step(self.parts) * share

@@ -17,6 +17,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.models.loss import IGNORED
 from attnzoo.training import CheckpointError, read_metrics, train
 from attnzoo.training.batches import rows_of
+from attnzoo.training.context import Sharing
 from attnzoo.training.sharding import TrainState
 from attnzoo.training.steps import Run
 
@@ -74,7 +75,8 @@ def test_packed_rows_have_the_losses_and_gradients_of_separate_documents(attenti
 def part_of(config, data, process, processes, step, part):
     place = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
     rows = config.batch_size // (processes * config.gradient_accumulation)
-    return Run(config, TrainState(place, nn.Identity(), None, sharded=False), data, rows)._part(step, part)
+    state = TrainState(place, nn.Identity(), None, sharded=False)
+    return Run(config, state, data, rows, Sharing(processes, process))._part(step, part)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -66,11 +66,14 @@ TIED = (
 )  # fmt: skip
 BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: true}},mamba2]")
 PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
+SHARED = ("context_parallel=2", "gradient_accumulation=4")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
     "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
-    "parts-whole", "|".join(["pure-two", *PURE]),
+    "parts-whole", "|".join(["pure-two", *PURE]), "|".join(["shared", *SHARED]),
+    "|".join(["shared-packed", *PACKED, *SHARED]), "|".join(["shared-task", *TASK, *SHARED]),
+    "|".join(["shared-tied", FSDP, *TIED, *SHARED]),
 )  # fmt: skip
 
 
@@ -154,7 +157,12 @@ def runs(config_file):
     }
     for name, overrides in alone.items():
         train(load_config(config_file, [f"output_dir={folder / name}", *overrides]))
-    for name, began in {"one-two": "one", "parts-tied": "one-tied", "parts-whole": "one-parts"}.items():
+    for name, began in {
+        "one-two": "one",
+        "parts-tied": "one-tied",
+        "shared-tied": "one-tied",
+        "parts-whole": "one-parts",
+    }.items():
         cut_back(folder / began, folder / name)
     done = launch(2, str(config_file), *(str(folder / run) for run in RUNS))
     assert done.returncode == 0, done.stderr
@@ -197,6 +205,15 @@ def test_two_processes_train_packed_documents_as_one_does(runs):
 def test_two_processes_train_a_task_as_one_does(runs):
     """Rows have other numbers of answers, and the last held-out row has a process to itself."""
     assert numbers(runs / "task-two") == pytest.approx(numbers(runs / "task-one"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("run", "one"),
+    [("shared", "one"), ("shared-packed", "packed-one"), ("shared-task", "task-one"), ("shared-tied", "one-tied")],
+)
+def test_two_processes_that_share_each_sequence_train_what_one_does(runs, run, one):
+    """Packed documents, a task, a checkpoint of one process, parts of the model for each, recomputed blocks."""
+    assert numbers(runs / run) == pytest.approx(numbers(runs / one), rel=1e-4)
 
 
 def test_two_processes_train_weights_in_bfloat16_as_one_does(runs):
