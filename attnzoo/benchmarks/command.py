@@ -182,6 +182,22 @@ def decode(**options: Any) -> None:
 
 
 @bench.command()
+@out("context")
+@shapes
+@only
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Calls per figure.")
+def context(**options: Any) -> None:
+    """FoX's attention over one sequence on several GPUs.
+
+    Forward and backward beside one GPU, and the bytes that cross. Start it with torchrun, a process for each GPU.
+    """
+    _need_gpu("context")
+    from attnzoo.benchmarks.context import run
+
+    run(**options)
+
+
+@bench.command()
 @out("generate")
 @click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Cached, one or more.  [default: 16384]")
 @click.option("--batch", type=click.IntRange(min=1), multiple=True, help="Rows, one or more.  [default: 4]")

@@ -59,12 +59,15 @@ def work(rank, port, results):
         results.put((rank, traceback.format_exc()))
 
 
-def test_two_processes_give_what_one_does():
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_two_processes_give_what_one_does():
     context = mp.get_context("spawn")
-    results = context.Queue()
+    results, port = context.Queue(), free_port()
     processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
