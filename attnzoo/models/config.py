@@ -10,6 +10,8 @@ from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 
 DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
+KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -18,10 +20,12 @@ class LayerSpec:
     Args:
         name: the variant's name.
         options: keyword options of `build_attention`.
+        norm: whether the norms of its block stand `before` attention and MLP, or `after` them.
     """
 
     name: str
     options: dict[str, Any]
+    norm: str = "before"
 
 
 @dataclass
@@ -36,7 +40,7 @@ class ModelConfig:
 
     An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
     {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
-    for those layers only.
+    for those layers only. `norm: after` puts the norms of these blocks behind attention and MLP (OLMo 2).
 
     Args:
         attention: the variant of each layer, as above.
@@ -111,8 +115,8 @@ class ModelConfig:
         if not isinstance(entry, Mapping):
             raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
         for key in entry:
-            if key not in ("name", "repeat", "options"):
-                raise unknown("key", key, ["name", "repeat", "options"], of="attention")
+            if key not in KEYS:
+                raise unknown("key", key, KEYS, of="attention")
         name, repeat, options = entry.get("name"), entry.get("repeat", 1), entry.get("options") or {}
         if not isinstance(name, str):
             raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
@@ -129,4 +133,7 @@ class ModelConfig:
         for option in ("name", "hidden_size"):
             if option in options:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
-        return [LayerSpec(name, options)] * repeat
+        norm = entry.get("norm", "before")
+        if norm not in ("before", "after"):
+            raise unknown("norm", norm, ["before", "after"], of=name)
+        return [LayerSpec(name, options, norm)] * repeat

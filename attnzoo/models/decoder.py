@@ -58,13 +58,14 @@ class SwiGLU(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) where there is an MLP."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) where there is an MLP; norms may stand after both instead."""
 
     def __init__(self, config: ModelConfig, layer: LayerSpec):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
         self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
+        self.after = layer.norm == "after"
         wide = config.mlp_size > 0
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if wide else None
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size) if wide else None
@@ -90,13 +91,14 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`forward` of x + more, returned as two summands: torch.compile then fuses their sum with the next norm."""
         x = x if more is None else x + more
-        attended = self.attention(
-            self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
-        )
+        given = x if self.after else self.attention_norm(x)
+        attended = self.attention(given, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+        if self.after:
+            attended = self.attention_norm(attended)
         if self.mlp is None or self.mlp_norm is None:
             return x, attended
         x = x + attended
-        return x, self.mlp(self.mlp_norm(x))
+        return x, self.mlp_norm(self.mlp(x)) if self.after else self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):

@@ -185,18 +185,37 @@ def export(run: Path, folder: Path) -> None:
     click.echo(f"model: {export_run(run, folder)}")
 
 
+def _list_kinds(context: click.Context, on: bool) -> None:
+    if not on or context.resilient_parsing:
+        return
+    from attnzoo.models.peers import WITHOUT
+    from attnzoo.models.peers.table import BECOMES
+    from attnzoo.terminal import console, new_table, print_table
+
+    differs = "what differs, or why it does not load"
+    table = new_table("model_type", "becomes", differs, prose=[differs])
+    for kind, row in (BECOMES | {kind: ("-", why) for kind, why in WITHOUT.items()}).items():
+        table.add_row(kind, *row)
+    print_table(table, console())
+    context.exit()
+
+
 @click.command("import")
 @click.argument("source", metavar="FOLDER", type=PATH)
 @to_option
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
+@click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda context, _, on: _list_kinds(context, on),
+    help="What loads, what it becomes and what differs.",
+)  # fmt: skip
 def import_(source: Path, folder: Path, dtype: str | None) -> None:
     """Write another library's model as one of attnzoo.
 
-    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Mamba-2), of
-    flash-linear-attention, or of the Forgetting Transformer's authors, as `save_pretrained` writes it. The folder
-    written also holds train.yaml, which trains on from it.
+    FOLDER holds a model of transformers (Llama, Qwen3.5, OLMo 2, ...), of flash-linear-attention, or of the Forgetting
+    Transformer's authors, as `save_pretrained` writes it; `attnzoo import --list` says which. The folder written also
+    holds train.yaml, which trains on from it.
     """
     import torch
 

@@ -96,11 +96,12 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     """
     _need_transformers("import")
     from attnzoo.models.hf import AttnzooForCausalLM
-    from attnzoo.models.peers import Settings, Weights, build, peer_of, read_settings
+    from attnzoo.models.peers import Settings, Weights, build, language_model, peer_of, read_settings
 
     fields = read_settings(source)
     peer, settings = peer_of(fields), Settings(fields)
-    special = {name: settings.tokens(name) for name in SPECIAL}
+    said = Settings({**language_model(fields), **fields})
+    special = {name: said.tokens(name) for name in SPECIAL}
     for name, tokens in special.items():
         if len(tokens) > 1 and name != "eos_token_id":
             raise ValueError(f"config.json: {name}: expected one token, got {tokens}")

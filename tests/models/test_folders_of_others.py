@@ -98,8 +98,8 @@ def test_what_is_said_in_two_places_is_what_transformers_takes(fields, changed, 
     ("fields", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": DEFAULT},
-            "rope_type = 'yarn' is not",
+            {"rope_scaling": {"rope_type": "spiral", "factor": 4.0}, "rope_parameters": DEFAULT},
+            "rope_type = 'spiral' is not",
         ),
         (
             {"rope_scaling": LINEAR, "rope_parameters": {**DEFAULT, "rope_theta": 77.0}, "rope_theta": None},
@@ -110,8 +110,8 @@ def test_what_is_said_in_two_places_is_what_transformers_takes(fields, changed, 
             r"rope_theta = 77.0 and rope_parameters.rope_theta = 10000.0 say one thing twice, and differ",
         ),
         (
-            {"rope_parameters": {**LINEAR, "type": "yarn"}},
-            r"rope_parameters.rope_type = 'linear' and type = 'yarn' say one thing twice, and differ",
+            {"rope_parameters": {**LINEAR, "type": "spiral"}},
+            r"rope_parameters.rope_type = 'linear' and type = 'spiral' say one thing twice, and differ",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype = 'float32' and torch_dtype = 'bfloat16' say one"),
@@ -230,7 +230,7 @@ DAMAGED = [
     ("initializer_range", "x"), ("rope_theta", "x"), ("rope_parameters", True), ("rope_parameters", [1]),
     ("rope_parameters", {"rope_theta": "x"}), ("rope_parameters", {"rope_theta": None, "rope_type": 3}),
     ("rope_parameters", {"rope_type": "linear"}), ("rope_parameters", {"rope_type": "linear", "factor": "4"}),
-    ("rope_parameters", {"rope_type": "linear", "factor": 0}), ("rope_scaling", 3), ("rope_scaling", "yarn"),
+    ("rope_parameters", {"rope_type": "linear", "factor": 0}), ("rope_scaling", 3), ("rope_scaling", "spiral"),
     ("num_key_value_heads", 0), ("model_type", {"a": 1}), ("model_type", None), ("model_type", ""), ("model_type", 7),
     ("dtype", []), ("dtype", "load"), ("torch_dtype", 32), ("text_config", 3), ("hidden_act", ["silu"]),
 ]  # fmt: skip

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from peer_kernels import in_plain_torch
 
 from attnzoo.cli import app
-from attnzoo.models.peers import Weights, build, from_peer, peer_of
+from attnzoo.models.peers import AROUND, PEERS, WITHOUT, Weights, build, from_peer, peer_of
+from attnzoo.models.peers.table import BECOMES
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,6 +52,38 @@ CASES = {
     ),
 }
 
+SCALED = {"original_max_position_embeddings": 16, "factor": 4.0, "rope_theta": 100.0}
+YARN = {"rope_type": "yarn", **SCALED}
+SHORT = {"rope_type": "longrope", **SCALED, "original_max_position_embeddings": 256, "short_factor": [1.0, 1.5, 2.0],
+         "long_factor": [3.0] * 3}  # fmt: skip
+LINEAR = "linear_attention"
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "pad_token_id": 0, "eos_token_id": 1,
+    "initializer_range": 0.05,
+}  # fmt: skip
+CASES |= {
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen3, yarn, other numbers": (
+        "Qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
+    "phi3, half of the channels": (
+        "Phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 256,
+                 "max_position_embeddings": 1024, "rope_parameters": {**SHORT, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, biases, yarn": ("Olmo2", {"attention_bias": True, "rope_parameters": YARN}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "smollm3, a list": ("SmolLM3", {"no_rope_layers": [0, 1], "pad_token_id": 0}),
+    "olmo_hybrid": ("OlmoHybrid", {**HYBRID, "linear_num_value_heads": 4}),
+    "olmo_hybrid, still": (
+        "OlmoHybrid", {**HYBRID, "linear_allow_neg_eigval": False, "layer_types": ["full_attention", LINEAR],
+                       "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "qwen3_5": ("Qwen3_5Text", {k: v for k, v in NEXT.items() if k != "num_experts"}),
+}  # fmt: skip
+
 old = int(transformers.__version__.split(".")[0]) < 5
 
 
@@ -65,8 +98,12 @@ def peer(name, options):
         scaling = dict(options["rope_parameters"])
         options = {**options, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
         options.pop("rope_parameters")
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("this transformers does not have it")
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
     for parameter in model.parameters():  # norms and biases that do something
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -91,7 +128,9 @@ def test_logits_are_the_peers(case, tokens):
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3, windows", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3, windows", "qwen3_next", "mamba2", "phi3", "olmo2", "smollm3", "qwen3_5", "olmo_hybrid"]
+)
 def test_continuations_are_the_peers(case, tokens):
     theirs = peer(*CASES[case])
     expected = theirs.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -112,8 +151,9 @@ def test_dtype_of_the_weights_leaves_angles_alone():
     assert model.blocks[0].attention.gate.angle.dtype == torch.float32
 
 
-def test_command_writes_a_folder_that_auto_classes_load(tokens, tmp_path):
-    theirs = peer("Qwen3", {"head_dim": 16, "eos_token_id": 5})
+@pytest.mark.parametrize(("kind", "more"), [("Qwen3", {"head_dim": 16}), ("Olmo2", {"rope_parameters": YARN})])
+def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_path):
+    theirs = peer(kind, {**more, "eos_token_id": 5})
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")])
@@ -141,6 +181,15 @@ def test_what_cannot_be_imported_is_named(fields, message):
         peer_of(fields)
 
 
+def test_the_table_of_what_loads_has_every_kind(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, ["import", "--list"])
+    assert shown.exit_code == 0, shown.output
+    for kind in (*PEERS, *AROUND, *WITHOUT):
+        assert f" {kind} " in shown.output
+    assert set(BECOMES) == {*PEERS, *AROUND}
+
+
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_a_model_without_a_language_head_is_named(kind):
     model = getattr(transformers, kind)(transformers.LlamaConfig(**SIZES))
@@ -156,9 +205,34 @@ def test_what_is_no_model_is_named():
 
 
 def test_a_kind_of_scaling_that_is_not_known_is_refused():
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
-    with pytest.raises(ValueError, match="rope_type = 'yarn'"):
-        from_peer(peer("Llama", {"rope_parameters": rope}))
+    rope = {"rope_type": "spiral", "factor": 4.0, "rope_theta": 100.0}
+    with pytest.raises(ValueError, match="rope_type = 'spiral' is not supported .only 'default', 'linear', 'llama3'"):
+        peer_of({"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6, "rope_parameters": rope})
+
+
+def test_the_language_model_within_a_model_of_images_is_taken_alone(tokens, tmp_path, caplog):
+    if not hasattr(transformers, "Qwen3_5Config"):
+        pytest.skip("this transformers does not have it")
+    torch.manual_seed(0)
+    text = {**SIZES, **{name: value for name, value in NEXT.items() if name != "num_experts"}, "eos_token_id": 3}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    expected = theirs(input_ids=tokens).logits
+    torch.testing.assert_close(from_peer(theirs)(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert "qwen3_5: its language model alone is taken, without what reads images" in caplog.messages
+    theirs.save_pretrained(tmp_path / "theirs")
+    done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert ours.config.eos_token_id == 3
+
+
+@pytest.mark.parametrize("case", ["llama, dynamic", "phi3, half of the channels"])
+def test_angles_that_change_with_the_length_are_a_line_of_the_log(case, caplog):
+    from_peer(peer(*CASES[case]))
+    assert [message for message in caplog.messages if "angles are those of contexts of up to 256 tokens" in message]
 
 
 def test_layers_of_experts_are_refused_by_name(tokens):

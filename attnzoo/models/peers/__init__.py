@@ -30,7 +30,12 @@ PEERS = {
     "mistral": "rotary:llama",
     "qwen2": "rotary:qwen2",
     "qwen3": "rotary:qwen3",
+    "phi3": "rotary:phi3",
+    "olmo2": "rotary:olmo2",
+    "smollm3": "rotary:smollm3",
     "qwen3_next": "qwen3_next:qwen3_next",
+    "qwen3_5_text": "qwen3_next:qwen3_next",
+    "olmo_hybrid": "olmo_hybrid:olmo_hybrid",
     "mamba2": "mamba2:mamba2",
     "forgetting_transformer-project_fox": "fox:forgetting_transformer",
     "transformer-project_fox": "fox:transformer",
@@ -47,9 +52,22 @@ PEERS = {
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",
 }
+AROUND = {"qwen3_5": "qwen3_5_text"}  # models of text and images -> the kind of their language model
+EXPERTS = "its layers have experts, for which the decoder has no place"
+TWO_WAYS = "it erases along another vector than it writes by, for which gates have no part"
 WITHOUT = {  # known kinds of models that have no mapping
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
     "mamba": "its decay per channel and state is one that no variant has",
+    "qwen3_moe": f"{EXPERTS}; 'qwen3' loads",
+    "qwen3_5_moe": f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
+    "qwen3_5_moe_text": f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
+    "mixtral": f"{EXPERTS}; 'mistral' loads",
+    "olmoe": f"{EXPERTS}; 'olmo2' loads",
+    "kimi_linear": f"{EXPERTS}, nor for keys that are compressed and normed (MLA)",
+    "gpt2": "it adds a learned vector for each position, and has centred norms and a GELU with biases",
+    "gemma2": "it bounds its logits by a tanh, and has norms on both sides of attention and MLP",
+    "rwkv7": TWO_WAYS,
+    "comba": TWO_WAYS,
     "attnzoo": "it is a model of this library already",
 }
 
@@ -117,6 +135,15 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         ValueError: an unknown `model_type`, or a setting that has no counterpart.
     """
     kind = kind_of(fields)
+    if kind in AROUND:
+        inner = peer_of(language_model(fields))
+
+        def text(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+            weights.rename("model.language_model.", "model.", without="model.visual.")
+            return inner.weights(weights)
+
+        left = f"{kind}: its language model alone is taken, without what reads images"
+        return Peer(inner.config, text, (left, *inner.notes))
     if kind in WITHOUT:
         raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
@@ -129,6 +156,15 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     module, _, name = PEERS[kind].partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return make(Settings(fields))
+
+
+def language_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model: the fields themselves, or those within a model of text and images."""
+    kind = AROUND.get(str(fields.get("model_type")))
+    if kind is None:
+        return fields
+    outer = {name: fields[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in fields}
+    return {**outer, **Settings(fields).within("text_config").fields, "model_type": kind}
 
 
 def kind_of(fields: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +52,29 @@ Attention = Callable[[Callable[[str], Tensor], int], Iterator[tuple[str, Tensor]
 
 
 def decoder(
-    weights: Weights, layout: Layout, layers: int, attention: Attention, tied: bool
+    weights: Weights, layout: Layout | Sequence[Layout], layers: int, attention: Attention, tied: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors of a whole decoder.
 
     Args:
         weights: the peer's weights.
-        layout: the peer's names.
+        layout: the peer's names, of all layers or of each.
         layers: the number of layers.
         attention: `attention(take, index)` yields one layer's attention weights under our names, where
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
         tied: whether embedding and head are tied, so that either may be missing.
     """
 
+    layouts = [layout] * layers if isinstance(layout, Layout) else list(layout)
+    whole = layouts[0]
+
     def scale(name: str) -> Tensor:
         weight = weights(f"{name}.weight")
-        return 1 + weight if layout.centred else weight
+        return 1 + weight if whole.centred else weight
 
-    embedding, head = f"{layout.embedding}.weight", "lm_head.weight"
+    embedding, head = f"{whole.embedding}.weight", "lm_head.weight"
     yield "embedding.weight", weights(embedding if embedding in weights or not tied else head)
-    for i in range(layers):
+    for i, layout in enumerate(layouts):
         layer = layout.layer.format(i)
         yield f"blocks.{i}.attention_norm.weight", scale(f"{layer}.{layout.attention_norm}")
         prefix = f"{layer}.{layout.attention}." if layout.attention else f"{layer}."
@@ -80,12 +83,14 @@ def decoder(
         if layout.mlp_norm is not None:
             yield f"blocks.{i}.mlp_norm.weight", scale(f"{layer}.{layout.mlp_norm}")
             yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
-    yield "norm.weight", scale(layout.norm)
+    yield "norm.weight", scale(whole.norm)
     yield "head.weight", weights(head if head in weights or not tied else embedding)
 
 
 def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
-    gate, down = weights(f"{theirs}.gate_proj.weight"), weights(f"{theirs}.down_proj.weight")
+    fused = f"{theirs}.gate_up_proj.weight"  # Phi-3's name
+    gate = weights(fused if fused in weights else f"{theirs}.gate_proj.weight")
+    down = weights(f"{theirs}.down_proj.weight")
     if f"{theirs}.up_proj.weight" in weights:
         up = weights(f"{theirs}.up_proj.weight")
     else:  # one matrix for gate and up, the gate's half first

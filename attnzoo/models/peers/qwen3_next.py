@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen team, 2025): layers of `gated_deltanet` and, every so often, of `rope` with an output gate."""
+"""Qwen3-Next and Qwen3.5 (Qwen team, 2025, 2026): layers of `gated_deltanet` and, at times, of `rope` with a gate."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
-from attnzoo.models.peers.rotary import angles, head_dim, norm_eps, rope_notes, rope_settings, theta
+from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, pattern
+from attnzoo.models.peers.rotary import head_dim, norm_eps
+from attnzoo.models.peers.scaling import rotation
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -21,18 +21,14 @@ KINDS = {"linear_attention": "gated_deltanet", "full_attention": "rope"}
 
 
 def qwen3_next(settings: Settings) -> Peer:
-    """The dense models; a layer of experts is refused."""
+    """The dense models of Qwen3-Next, and of Qwen3.5 with its separate matrices; a layer of experts is refused."""
     settings.only("hidden_act", "silu", "swish")
     settings.only("attention_bias", False)
     D, L, H = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
+    newer = settings.fields["model_type"] == "qwen3_5_text"
     _refuse_experts(settings, L)
     G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
-    rope_of = rope_settings(settings, partial=0.25)
-    share = rope_of.get("partial_rotary_factor", 0.25)
-    if share > 1:
-        raise ValueError(f"{rope_of.place}partial_rotary_factor: expected a share of the channels, got {share}")
-    rotated = int(K * share)
-    angle = pad(angles(rope_of, rotated), (0, (K - rotated) // 2))
+    turn = rotation(settings, K, partial=0.25)
     every = settings.get("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(L)]
     names = settings.listed("layer_types", "str", L) or default
@@ -44,8 +40,8 @@ def qwen3_next(settings: Settings) -> Peer:
     shared = value_heads // key_heads  # value heads of a key head
     options: dict[str, dict[str, Any]] = {
         "rope": {
-            "num_kv_heads": G, "head_dim": K, "theta": theta(rope_of), "rotated": rotated, "qk_norm": "rms",
-            "qk_norm_shared": True, "qk_norm_eps": eps, "output_gate": "sigmoid",
+            "num_kv_heads": G, "head_dim": K, **turn.options, "qk_norm": "rms", "qk_norm_shared": True,
+            "qk_norm_eps": eps, "output_gate": "sigmoid",
         },
         "gated_deltanet": {
             "num_heads": value_heads, "num_qk_heads": None if shared == 1 else key_heads, "head_dim": key_dim,
@@ -66,23 +62,27 @@ def qwen3_next(settings: Settings) -> Peer:
 
     def rope(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         q, gate = take("q_proj.weight").unflatten(0, (H, 2, K)).unbind(1)  # per head, [H, K, D]
-        yield "q_proj.weight", interleaved(q.flatten(0, 1), H, rotated)
+        yield "q_proj.weight", turn.keys(q.flatten(0, 1), H)
         yield "output_gate.weight", gate.flatten(0, 1)
-        yield "k_proj.weight", interleaved(take("k_proj.weight"), G, rotated)
-        for name in ("q_norm.weight", "k_norm.weight"):
-            yield name, interleaved(1 + take(name), 1, rotated)
+        yield "k_proj.weight", turn.keys(take("k_proj.weight"), G)
+        yield "q_norm.weight", turn.queries(1 + take("q_norm.weight"), 1)
+        yield "k_norm.weight", turn.keys(1 + take("k_norm.weight"), 1)
         for name in ("v_proj.weight", "o_proj.weight"):
             yield name, take(name)
-        yield "gate.angle", angle.clone()
+        yield "gate.angle", turn.angle.clone()
 
     def gated_deltanet(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        widths = [key_dim, key_dim, shared * value_dim, shared * value_dim]  # per key head
-        parts = take("in_proj_qkvz.weight").unflatten(0, (key_heads, -1)).split(widths, 1)
-        for name, part in zip(("q_proj", "k_proj", "v_proj", "output_gate"), parts, strict=True):
-            yield f"{name}.weight", part.flatten(0, 1)
-        parts = take("in_proj_ba.weight").unflatten(0, (key_heads, -1)).chunk(2, 1)
-        for name, part in zip(("gate.members.1.beta_proj", "gate.members.0.dt_proj"), parts, strict=True):
-            yield f"{name}.weight", part.flatten(0, 1)
+        maps = ("gate.members.1.beta_proj", "gate.members.0.dt_proj")
+        if newer:
+            q_k_v = take("in_proj_qkv.weight").split([key_heads * key_dim] * 2 + [value_heads * value_dim])
+            parts = [*q_k_v, *(take(f"in_proj_{name}.weight") for name in "zba")]
+        else:
+            widths = [key_dim, key_dim, shared * value_dim, shared * value_dim]  # per key head
+            q_k_v_z = take("in_proj_qkvz.weight").unflatten(0, (key_heads, -1)).split(widths, 1)
+            b_a = take("in_proj_ba.weight").unflatten(0, (key_heads, -1)).chunk(2, 1)
+            parts = [part.flatten(0, 1) for part in (*q_k_v_z, *b_a)]
+        for name, part in zip(("q_proj", "k_proj", "v_proj", "output_gate", *maps), parts, strict=True):
+            yield f"{name}.weight", part
         widths = [key_heads * key_dim] * 2 + [value_heads * value_dim]
         for name, part in zip("qkv", take("conv1d.weight").squeeze(1).split(widths), strict=True):
             yield f"{name}_conv.weight", part
@@ -97,8 +97,8 @@ def qwen3_next(settings: Settings) -> Peer:
                 theirs.skip(name)
         return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
 
-    rounded = "Qwen3-Next: norms scale by 1 + w, rounded here to the dtype of the weights"
-    return Peer(config, weights, (rounded, *rope_notes(settings)))
+    rounded = f"{'Qwen3.5' if newer else 'Qwen3-Next'}: norms scale by 1 + w, rounded here to the dtype of the weights"
+    return Peer(config, weights, (rounded, *turn.notes))
 
 
 def _refuse_experts(settings: Settings, layers: int) -> None:

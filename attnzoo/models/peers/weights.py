@@ -49,6 +49,16 @@ class Weights:
         """Mark a redundant tensor (a tied head, a table of angles) as read."""
         self.unread.discard(name)
 
+    def rename(self, theirs: str, ours: str, without: str) -> None:
+        """Change the beginning of names, and leave out those with another beginning."""
+        for name in [name for name in self.names if name.startswith(without)]:
+            self.skip(name)
+        there = [name for name in self.names if not name.startswith(without)]
+        old = {ours + name.removeprefix(theirs) if name.startswith(theirs) else name: name for name in there}
+        read, dtype = self.read, self.dtype
+        self.names, self.unread = dict.fromkeys(old).keys(), {new for new, name in old.items() if name in self.unread}
+        self.read, self.dtype = lambda name: read(old[name]), lambda name: dtype(old[name])
+
     @staticmethod
     def of_folder(folder: Path) -> Weights:
         """The weights of a folder in Hugging Face's layout: safetensors, in one file or several, or a pickled state
