@@ -38,7 +38,7 @@ class GateParts:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that are given."""
-        return tuple(name for name in type(self).__match_args__ if getattr(self, name) is not None)
+        return tuple([name for name in type(self).__match_args__ if getattr(self, name) is not None])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``fn`` to every part that is given."""

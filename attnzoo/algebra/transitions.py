@@ -344,7 +344,7 @@ def edge_decay(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _edges(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    entry, exit, total = (x.to(dtype) for x in (sums, sums[..., -1:] - sums, sums[..., -1]))
+    entry, exit, total = sums.to(dtype), (sums[..., -1:] - sums).to(dtype), sums[..., -1].to(dtype)
     if closed is not None:
         entry = entry.masked_fill(closed > 0, -torch.inf)
         exit = exit.masked_fill(closed != closed[..., -1:], -torch.inf)

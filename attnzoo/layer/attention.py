@@ -21,7 +21,7 @@ from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
-from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token
+from attnzoo.layer.checks import check_cache, check_layer, evicts, keys_per_token
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
@@ -31,8 +31,8 @@ from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import SharedStream, shared_rows
-from attnzoo.layer.stream import LayerCache, Owner, Stream, rows_of_call
-from attnzoo.parallel.context import current
+from attnzoo.layer.stream import LayerCache, Owner, Stream, check_hidden, rows_of_call
+from attnzoo.parallel.context import CURRENT, ENTERED
 from attnzoo.precision import LinearMap, PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -205,7 +205,7 @@ class Attention(PreciseModule):
         check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
-        context = current()
+        context = CURRENT.get() if ENTERED else None
         if context is None:
             stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         else:
@@ -280,7 +280,7 @@ class Attention(PreciseModule):
 
     def _makes_all(self) -> bool:
         """Whether only this package's own parts make the core's inputs, so that they need no checks."""
-        own = bool(self._own_gate) and self._own_gate[0] is self.gate and self.variant.own
+        own = len(self._own_gate) > 0 and self._own_gate[0] is self.gate and self.variant.own
         return own and os.environ.get("ATTNZOO_VALIDATE") != "1"
 
     def _bound(self, cache: LayerCache | None, dtype: torch.dtype) -> Tensor | None:

@@ -183,8 +183,8 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""
         a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
-        before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
-        shifted: Tensor = now.lerp(before, a).flatten(-2)
+        heads = (self.heads, -1)
+        shifted: Tensor = x.unflatten(-1, heads).lerp(stream.before(name, x).unflatten(-1, heads), a).flatten(-2)
         return shifted
 
 

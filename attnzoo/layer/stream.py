@@ -298,6 +298,30 @@ def rows_of_call(
     return Stream(valid, cache, shape, x.device), None
 
 
+def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
+    """Raise where ``x`` is not ``[B, T, D]`` with T >= 1 in the dtype and on the device of the layer's ``projection``.
+
+    Raises:
+        TypeError, ValueError: another shape, dtype or device.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != hidden_size:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x: expected [B, T, D = {hidden_size}], got {got}")
+    if x.shape[1] == 0:
+        raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"x: expected a dense tensor, got {x.layout}")
+    if type(projection) is not nn.Linear:
+        return  # a quantised or sharded weight has another dtype or place
+    weight = projection.weight
+    if (x.dtype == weight.dtype and x.device == weight.device) or hasattr(projection, "_hf_hook"):
+        return  # accelerate's hook moves the weights when they are used
+    if x.device != weight.device:
+        raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
+    if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
+
+
 def valid_tokens(
     mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None, places: Tensor | None = None
 ) -> Tensor | None:

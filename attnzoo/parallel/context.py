@@ -19,12 +19,10 @@ class Context(NamedTuple):
     transport: Transport
 
 
-_current: ContextVar[Context | None] = ContextVar("attnzoo.parallel", default=None)
-
-
-def current() -> Context | None:
-    """The context that layers run in, or None."""
-    return _current.get()
+CURRENT: ContextVar[Context | None] = ContextVar("attnzoo.parallel", default=None)
+"""The context that layers run in, or None."""
+ENTERED: list[Context] = []
+"""The contexts of all threads: compiled code can ask a list whether there is any, and no ContextVar."""
 
 
 @contextmanager
@@ -50,8 +48,11 @@ def context_parallel(fragments: Fragments, transport: Transport = "auto") -> Ite
         raise TypeError(f"fragments: expected attnzoo.parallel.Fragments, got {type(fragments).__name__}")
     if transport not in get_args(Transport):
         raise unknown("transport", transport, get_args(Transport))
-    token = _current.set(Context(fragments, transport))
+    context = Context(fragments, transport)
+    token = CURRENT.set(context)
+    ENTERED.append(context)
     try:
         yield
     finally:
-        _current.reset(token)
+        ENTERED.remove(context)
+        CURRENT.reset(token)
