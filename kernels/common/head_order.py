@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 
 MOST_HEADS = 256  # with more, the last ones' share of the time is small
 
 
+@launched
 @triton.jit(do_not_specialize=["N", "L"])
 def head_order_kernel(p_start, p_order, N, L, BN: tl.constexpr, BL: tl.constexpr):
     """The N rows of p_start [N, L] by their sums, the least first, equal ones in their own order; one program."""

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, row_strides
 
 
@@ -26,6 +27,7 @@ def _halve(p, bound, lo, hi):
     return tl.where(up, mid + 1, lo), tl.where(up | (mid >= hi), hi, mid)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "n_steps", "stride_lb", "stride_lh"])
 def key_bounds_kernel(p_since, p_start, p_end, p_full, p_open, p_cut, T, S, n_steps, stride_lb, stride_lh,
                       H: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_SINCE: tl.constexpr,

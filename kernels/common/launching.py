@@ -71,7 +71,9 @@ def tile_descriptor(x: Tensor, rows: int, width: int | None = None) -> Any:
     """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head, ``width`` (or what holds D) wide."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width or head_block(x.shape[3])])
+    from attnzoo.kernels.common.launched import descriptor
+
+    return descriptor(TensorDescriptor, x, [1, rows, 1, width or head_block(x.shape[3])])
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -32,11 +32,13 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
 
+@launched
 @triton.jit(do_not_specialize=["R"])
 def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
                     BR: tl.constexpr):  # fmt: skip
@@ -47,6 +49,7 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["R"])
 def norm_raise_kernel(p_x, p_old, p_new, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr,
                       BD: tl.constexpr, BR: tl.constexpr):  # fmt: skip
@@ -105,6 +108,7 @@ def _minimum(a, b):
     return tl.minimum(a, b)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "NS", "n_steps"])
 def prune_scan_kernel(p_need, p_base, p_g, p_tails, p_start, T, S, NS, log2_eps, n_steps, H: tl.constexpr,
                       RU: tl.constexpr, KU: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
 
@@ -46,6 +47,7 @@ def settle_delta(p_delta, p_w, p_dlse, b_delta, b_dr, m, HAS_SINK: tl.constexpr,
         tl.store(p_w, b_w * b_delta + b_dlse, mask=m)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S"])
 def row_delta_kernel(
     p_o, p_do, p_lse, p_dlse, p_rows, p_w, p_c, p_base, p_g, p_sink, T, S,

@@ -10,12 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, power_of_2
 from attnzoo.kernels.common.named_op import NamedOp
 
 TILE = 2048  # entries of the state in one program
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "stride_gb", "stride_gt", "stride_ab", "stride_at", "stride_ah"])
 def linear_recurrent_kernel(
     p_q, p_k, p_v, p_decay, p_diag, p_angle, p_w, p_beta, p_write, p_valid, p_past, p_o, p_state,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.activations import finished, log_sigmoid
 from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, power_of_2
 from attnzoo.kernels.common.parts import Norm
 from attnzoo.kernels.linear.parts import MAPS, Convolution, DecayLogits, RecurrentParts
@@ -79,6 +80,7 @@ def _log_decay(p_logits, p_bias, p_a, m_x, factor, HAS_BIAS: tl.constexpr, HAS_A
     return b_g, -b_x
 
 
+@launched
 @triton.jit
 def linear_step_kernel(
     p_q, p_k, p_v, p_active, p_state, p_o, p_q_before, p_k_before, p_v_before, p_q_conv, p_k_conv, p_v_conv, p_q_bias,
@@ -155,6 +157,7 @@ def linear_step_kernel(
         _move(p_vb, p_v_window, o_vv, m_v, HV * V, SIZE)
 
 
+@launched
 @triton.jit
 def linear_finish_kernel(
     p_q, p_k, p_v, p_active, p_q_before, p_k_before, p_v_before, p_raw, p_o, p_scale, p_gate, stride_q, stride_k,

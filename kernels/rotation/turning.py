@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, head_block
 
 TL_HALF_PI = tl.constexpr(math.pi / 2)
 TL_TURNS = tl.constexpr(2 / math.pi)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "NB"])
 def angle_sums_kernel(
     p_angle, p_sums, T, NB, HA: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr
@@ -35,6 +37,7 @@ def angle_sums_kernel(
     tl.store(p_sums + o_p, tl.sum(b_angle, 0), mask=o_p < P)
 
 
+@launched
 @triton.jit(do_not_specialize=["NB"])
 def block_scan_kernel(p_sums, NB, P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr):
     """The sums of the blocks of one row, added up in place."""
@@ -78,6 +81,7 @@ def _turn(p_x, p_y, o_x, m_x, b_cos, b_sin, BT: tl.constexpr, BP: tl.constexpr):
     tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "NB"])
 def turn_kernel(
     p_angle, p_sums, p_q, p_k, p_w, p_yq, p_yk, p_yw, T, NB, BA,
@@ -125,6 +129,7 @@ def _turning(p_y, p_dy, o_x, m_x, b_turn, b_noise, BT: tl.constexpr, BP: tl.cons
     return b_turn, b_noise
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "NB", "B", "ROWS"])
 def turning_kernel(
     p_yq, p_yk, p_yw, p_dq, p_dk, p_dw, p_sums, p_dangle, T, NB, B, BA, ROWS,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.jit_constants import TL_CLOSED
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.operands import PageWrite
 
@@ -64,6 +65,7 @@ def write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_norm, o_k, o_v, o_ta
     return b_norm
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N", "stride_gb"])
 def paged_append_kernel(
     p_k, p_v, p_g, p_count, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since, p_tails,

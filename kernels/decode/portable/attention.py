@@ -20,6 +20,7 @@ from torch import Tensor
 from attnzoo.kernels.common.activations import finished
 from attnzoo.kernels.common.constants import GATE_FULL
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
@@ -48,6 +49,7 @@ def _start_of(p_ends, i_bg):
     return tl.load(p_ends + i_bg - 1, mask=i_bg > 0, other=0)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N", "BG", "M", "window"])
 def paged_split_kernel(
     p_q, p_k, p_v, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_walk, p_own, p_base, p_count,
@@ -121,6 +123,7 @@ def paged_split_kernel(
         tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "BG", "n_p", "stride_gb"])
 def paged_combine_kernel(
     p_part, p_lse, p_ends, p_o, p_sink, p_scale, p_gate, T, BG, n_p, eps, stride_gb, stride_gt, stride_gh,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 
 FAR = 1 << 30  # a window over more keys than there can be
@@ -78,6 +79,7 @@ def deal_pages(p_first, p_length, p_count, p_begin, p_ends, p_turn, T, BG, G, wi
     tl.store(p_turn, 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "BG", "G", "window"])
 def paged_shares_kernel(p_first, p_length, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA: tl.constexpr,
                         PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip

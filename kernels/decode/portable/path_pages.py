@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.path_state import PathGroups, PathTokens
@@ -156,6 +157,7 @@ def _group_factor(p_factor, p_t, i_bg, m, M, K: tl.constexpr, IN_PLACE: tl.const
     return p_factor + at * (K * K)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_carry_kernel(
     p_q, p_k, p_w, p_beta, p_count, p_keys, p_factor, p_tail, p_product, p_base, p_table, p_first, p_length, p_norm,

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.pruning import tail_at
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.decode.operands import PagedInference
@@ -28,6 +29,7 @@ def _maximum(a, b):
     return tl.maximum(a, b)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_prune_kernel(
     p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_ends,

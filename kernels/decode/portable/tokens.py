@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.activations import log_sigmoid
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.parts import Forget, TokenParts
 from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
@@ -38,6 +39,7 @@ def _mixed(b_x, p_xt, stride_t, p_before, p_logit, t, m_x, MOVES: tl.constexpr):
     return b_x + a * (tl.where(t == 0, b_first, b_other) - b_x)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N", "BG", "window"])
 def paged_tokens_kernel(
     p_q, p_k, p_v, p_g, p_count, p_past, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since,

@@ -10,6 +10,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, describable, gate_kind, head_block, row_strides
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import sink_weight
@@ -21,6 +22,7 @@ from attnzoo.kernels.fox.plan import HOPPER_BACKWARD, heads_apart
 from .backward_kernel import fox_bwd_hopper_kernel
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_bwd_rows_kernel(
     p_o, p_rest, p_do, p_lse, p_dlse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
@@ -60,6 +62,7 @@ def fox_bwd_rows_kernel(
         tl.store(p_w + p_r, b_sum, mask=o_r < T)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_finish_kernel(
     p_tiles, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
@@ -84,6 +87,7 @@ def fox_finish_kernel(
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
 
 
+@launched
 @triton.jit(do_not_specialize=["S"])
 def fox_keys_kernel(p_tiles, p_dk, p_dv, S, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                     BK: tl.constexpr, BS: tl.constexpr):  # fmt: skip

@@ -33,6 +33,7 @@ from attnzoo.kernels.common.hopper.backward_tile import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -198,6 +199,7 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         tma.store_wait(0)
 
 
+@launched
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_bwd_hopper_kernel(
     d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start,

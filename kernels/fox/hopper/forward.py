@@ -33,6 +33,7 @@ from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.hopper.releases import barrier, tma_load, tma_store
 from attnzoo.kernels.common.hopper.tasks import announce, announced
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, row_strides
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.rows import RowGates
@@ -195,6 +196,7 @@ def _rows(w: gl.constexpr, q_s, ring, task_s, q_in, q_out, d_o, d_rest, o_s, res
     tma.store_wait(0)
 
 
+@launched
 @gluon.jit(do_not_specialize=["n_tasks", "T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_fwd_hopper_kernel(
     d_q, d_k, d_v, d_o, d_rest, p_lse, p_next, p_c, p_base, p_g, p_since, p_start, p_sink, n_tasks, T, S, n_heads,

@@ -27,6 +27,7 @@ import triton.language as tl
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
     addressable,
     can_describe,
@@ -76,6 +77,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     return b_dq, b_dr
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_portable_kernel(
     p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads,
@@ -194,6 +196,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
     return b_dk, b_dv, b_dc
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dkdv_portable_kernel(
     p_q, p_k, p_v, p_do, p_rows, p_settled, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S,

@@ -16,6 +16,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
     cdiv,
     dot_precision,
@@ -43,6 +44,7 @@ def _row_gate(p_c, p_base, b_slope, o_h, pos, m, NS, GATE: tl.constexpr, KU: tl.
     return b
 
 
+@launched
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "n_chunks", "stride_lb", "stride_lh", "stride_mb"])
 def fox_split_kernel(
     p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, p_valid, T, S, NS, n_chunks, scale2,
@@ -113,6 +115,7 @@ def fox_split_kernel(
     tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "NS", "n_chunks"])
 def fox_combine_kernel(
     p_part, p_lses, p_o, p_lse, p_c, p_base, p_g, p_sink, T, S, NS, n_chunks,

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
     can_describe,
     cdiv,
@@ -32,6 +33,7 @@ from attnzoo.kernels.common.tile_loads import keys_there, load_keys, load_tile, 
 from attnzoo.kernels.fox.operands import FoxOperands
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh", "stride_mb"])
 def fox_fwd_portable_kernel(
     p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, p_valid, T, S, n_heads, scale2,

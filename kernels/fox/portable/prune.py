@@ -13,6 +13,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UN
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
     can_describe,
     cdiv,
@@ -32,6 +33,7 @@ from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.plan import prune_tiles
 
 
+@launched
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
 def fox_prune_rows_kernel(
     p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_since, p_valid, p_need, T, S, NS, scale2, log2_s, b_none,

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attnzoo.kernels.common.hopper.backward_tile import add_tile, backward_tile, first_keys, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.hopper.releases import tma_load, tma_store
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -245,6 +246,7 @@ def _compute(d_dv, rings, k4_s, v4_s, ds_s, dq_s, values_in, keys_in, dk_full, f
     tma.store_wait(0)
 
 
+@launched
 @gluon.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_bwd_hopper_kernel(
     d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut,

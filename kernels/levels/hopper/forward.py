@@ -26,6 +26,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, head_block, row_strides
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import schedule
@@ -140,6 +141,7 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_c, p_base, p
     store_rows(b_o, b_m, b_l, p_o, p_rest, p_lse, stride_o, row + w * BR, T, V, BR, BV, HAS_REST, L_S, L_O)
 
 
+@launched
 @gluon.jit(do_not_specialize=["B", "T", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_hopper_kernel(
     d_qb, d_kb, d_q, d_k, d_v, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, B, T, n_levels,

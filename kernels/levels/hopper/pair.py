@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
@@ -52,6 +53,7 @@ def _add_pairs(p_sum, b_ds, C: tl.constexpr):
     tl.atomic_add(p_sum + tl.arange(0, C // 2), b_e, sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "stride_lb", "stride_lh"])
 def path_pair_kernel(
     p_diag, p_qb, p_kb, p_v, p_o, p_rest, p_do, p_lse, p_rows, p_delta, p_ddiag, p_dqb, p_dkb, p_dv, p_tiles, p_sum,
@@ -153,6 +155,7 @@ def path_pair_kernel(
     tl.store(p_dv + (i_bg.to(tl.int64) * (n_t * RU) + s) * BV + o_c[:, None] * BV + o_v[None, :], b_dv)
 
 
+@launched
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels"])
 def path_finish_kernel(
     p_tiles, p_dq, p_sum, p_w, p_dc, p_start, B, T, Tq, n_levels, scale, H: tl.constexpr, K: tl.constexpr,

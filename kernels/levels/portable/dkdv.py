@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from, row_shift
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 
@@ -61,6 +62,7 @@ def _row_tile(p_q, p_do, i_lb, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl
     return b_q, b_do
 
 
+@launched
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_dkdv_portable_kernel(
     p_diag, p_qb, p_kb, p_q, p_k, p_v, p_do, p_rows, p_ddiag, p_dkb, p_dk, p_dv, p_dc, p_c, p_base, p_since, p_start,

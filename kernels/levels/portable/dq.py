@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.row_delta import settle_delta
 from attnzoo.kernels.common.scores import product_gradient, scores
@@ -34,6 +35,7 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
     return b_p * (b_dp - b_delta[:, None])
 
 
+@launched
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_dq_portable_kernel(
     p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_w, p_dlse, p_dqb, p_dq, p_c, p_base, p_since, p_start, B,

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
     can_describe,
     cdiv,
@@ -82,6 +83,7 @@ def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
     return h, u, begin, stop
 
 
+@launched
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_portable_kernel(
     p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, B, T, Tq, Tk,

@@ -19,6 +19,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, row_strides
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
@@ -28,6 +29,7 @@ from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import Leaves
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "stride_lb", "stride_lh"])
 def path_prune_rows_kernel(
     p_q, p_diag, p_qb, p_kb, p_qmax, p_kmax, p_bound, p_c, p_base, p_since, p_need, T, scale2, log2_t, b_none,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import machine
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
@@ -96,6 +97,7 @@ def _product_bwd(d_w, d_x, b_w, b_x, p_dm, p_v, p_beta, p_dbeta, o_c, o_k, R, st
     return d_w
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B"])
 def path_block_bwd_kernel(
     p_q, p_k, p_w, p_x, p_da, p_dqb, p_dkb, p_dq, p_dk, p_dw, p_dx, p_beta, p_v, p_dm, p_dbeta, T, B, N,
@@ -214,6 +216,7 @@ def path_block_bwd_kernel(
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N"])
 def path_product_bwd_kernel(
     p_w, p_beta, p_v, p_x, p_dx, p_dm, p_part, p_dw, p_dbeta, T, N,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_order import held_tile
 from attnzoo.kernels.levels.layout import (
@@ -99,6 +100,7 @@ def _order(n_u, n_heads, QUERY: tl.constexpr):
     return i_u, tl.program_id(0) % n_heads, (i_u % 2 == 1) == QUERY
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def path_carry_kernel(
     p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
@@ -166,6 +168,7 @@ def _from_tiles(p_tiles, s, i_t, BH, Tr, C: tl.constexpr, BK: tl.constexpr, QUER
     return held_tile(p_tiles + row * BK, C, BK, 4, WARPS // 4)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def path_carry_bwd_kernel(
     p_d, p_level, p_tiles, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, scale, stride_sb, stride_sh,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, tree_block
@@ -101,6 +102,7 @@ def apart(a, b, acc, PREC: tl.constexpr):
     return acc
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def path_decayed_pairs_kernel(
     p_x, p_k, p_w, p_a, p_xk, p_xw, T, stride_xb, stride_xt, stride_xh, stride_kb, stride_kt, stride_kh,
@@ -146,6 +148,7 @@ def path_decayed_pairs_kernel(
     tl.store(p_xw + o_cc, b_xw)
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def path_decayed_inverse_kernel(
     p_ww, p_beta, p_v, p_x, T, stride_bb, stride_bt, stride_bh, H: tl.constexpr, C: tl.constexpr,
@@ -162,6 +165,7 @@ def path_decayed_inverse_kernel(
     tl.store(p_x + o_cc, b_v * b_beta[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B"])
 def path_decayed_block_kernel(
     p_q, p_k, p_w, p_a, p_pairs, p_x, p_qb, p_kb, T, B, stride_qb, stride_qt, stride_qh,
@@ -201,6 +205,7 @@ def path_decayed_block_kernel(
         tl.store(p_kb + o_x, b_y.to(p_kb.dtype.element_ty), mask=m_x)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "N"])
 def path_decayed_product_kernel(
     p_w, p_a, p_x, p_m, T, B, N, stride_wb, stride_wt, stride_wh, stride_ab, stride_at, stride_ah,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, spans
 from attnzoo.kernels.common.device import machine, sums_over_loops
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves
@@ -27,6 +28,7 @@ from .blocks_backward import Gradients
 from .decayed import DecayedKept, apart, block_of, calm_groups, carried, decays, options, pairs_of
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B"])
 def path_decayed_block_bwd_kernel(
     p_w, p_a, p_pairs, p_x, p_da, p_dqb, p_dkb, p_dpairs, p_back, p_forward, T, B,
@@ -82,6 +84,7 @@ def path_decayed_block_bwd_kernel(
         tl.store(p_forward + o_x, -apart(b_z, d_y, tl.zeros([C, BC], tl.float32), PREC), mask=m_x)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "N"])
 def path_decayed_product_bwd_kernel(
     p_w, p_a, p_beta, p_ww, p_v, p_x, p_dm, p_dx, p_back, p_forward, p_dbeta, T, B, N,
@@ -141,6 +144,7 @@ def path_decayed_product_bwd_kernel(
     tl.store(p_dbeta, d_beta.to(p_dbeta.dtype.element_ty), mask=o_c < R)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "N"])
 def path_decayed_pairs_bwd_kernel(
     p_x, p_y, p_z, p_a, p_dy, p_dz, p_dc, p_part, p_dx, p_dg, p_dm, T, N, stride_xb, stride_xt, stride_xh,

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnzoo.kernels.common.dense import window_starts
 from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import addressable, cdiv, head_block, per_head, power_of_2
 from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.scores import scores
@@ -34,6 +35,7 @@ def _there(p_valid, o_s, m, MASKED: tl.constexpr):
     return m
 
 
+@launched
 @triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "window", "stride_gb", "stride_mb"])
 def path_advance_kernel(
     p_q, p_w, p_beta, p_a, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
@@ -146,6 +148,7 @@ def path_advance_kernel(
     tl.store(p_o + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & m_v[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["N", "S", "NS", "window", "stride_gb", "stride_mb"])
 def path_combine_kernel(
     p_o, p_m, p_l, p_sum, p_scores, p_q, p_k, p_next, p_v, p_g, p_valid, p_since, p_sink, p_out, p_lse,

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.levels.layout import BLOCK, Carried, Leaves, Levels, tree_block, tree_offset, tree_scales
 
@@ -111,6 +112,7 @@ def _store_pieces(p, plane, b, m, NP: tl.constexpr):
         tl.store(p + plane, (b - b_hi.to(tl.float32)).to(p.dtype.element_ty), mask=m)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "n", "B", "N", "stride_sb", "stride_sh"])
 def path_tree_kernel(
     p_node, p_done, p_start, T, n, B, N, stride_sb, stride_sh,
@@ -157,6 +159,7 @@ def _add_outer(b, p_x, p_y, o_r, o_k, R, stride, K: tl.constexpr, PREC: tl.const
                   input_precision=PREC)  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "Tq", "Tk", "B", "n", "N", "stride_sb", "stride_sh"])
 def path_node_bwd_kernel(
     p_xq, p_xk, p_zq, p_zk, p_lq, p_lk, p_dq, p_dk, p_node, p_dm, p_dn, p_scale, p_start, T, Tq, Tk, B, n, N, stride_sb,

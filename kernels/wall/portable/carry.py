@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, level_rows, tree_block
@@ -26,6 +27,7 @@ from attnzoo.kernels.wall.plan import launch
 from .sums import key_row, query_row, sibling_sum
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def wall_sums_kernel(p_a, p_sum, T, stride_ab, stride_at, stride_ah, H: tl.constexpr, K: tl.constexpr,
                      BK: tl.constexpr, C: tl.constexpr):  # fmt: skip
@@ -39,6 +41,7 @@ def wall_sums_kernel(p_a, p_sum, T, stride_ab, stride_at, stride_ah, H: tl.const
     tl.store(p_sum + ((i_b * n_c + i_c) * H + i_h) * K + o_k, tl.sum(b_a, 0), mask=o_k < K)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
 def wall_carry_kernel(
     p_q, p_k, p_a, p_sum, p_diag, p_qb, p_kb, p_lq, p_lk, T, B, Tq, Tk, n_levels, stride_qb, stride_qt, stride_qh,

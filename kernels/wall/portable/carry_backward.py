@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.device import machine, sums_over_loops
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, tree_block
@@ -52,6 +53,7 @@ def _read(p_start, i_c, s, QUERY: tl.constexpr, C: tl.constexpr, HAS_START: tl.c
     return read
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
 def wall_carry_bwd_kernel(
     p_q, p_k, p_a, p_sum, p_ddiag, p_dqb, p_dkb, p_dlq, p_dlk, p_dq, p_dk, p_da, p_part, p_start, T, B, Tq, Tk,
@@ -163,6 +165,7 @@ def wall_carry_bwd_kernel(
         tl.store(p_y, b_dk.to(p_dk.dtype.element_ty), mask=m_t)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "n_levels"])
 def wall_gates_bwd_kernel(p_part, p_da, T, B, n_levels, stride_zb, stride_zt, stride_zh, H: tl.constexpr,
                           K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):  # fmt: skip
