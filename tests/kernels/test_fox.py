@@ -198,15 +198,20 @@ def test_gate_gradients_do_not_lose_precision_with_length(kind: str, options: di
     assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("B", "S", "H"), [(2, 70, 3), (1, 130, 10), (3, 64, 1), (2, 200, 24)])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 50)])
 def test_gate_sums_of_any_heads_and_strides(
-    B: int, S: int, H: int, heads_first: bool, documents: bool, window: int | None
-) -> None:
+    B: int, S: int, H: int, heads_first: bool, documents: bool, window: int | None, short: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Sums, first visible keys and tails of gates [B, S, H] in any order in memory, against float64."""
+    from attnzoo.kernels.common import gate_sums as kernels
     from attnzoo.kernels.common.gate_sums import gate_sums
 
+    monkeypatch.setattr(kernels, "SHORT_UNITS", S if short else 0)
+    monkeypatch.setattr(kernels, "UNITS", 2)
     torch.manual_seed(0)
     g = -torch.rand((B, H, S) if heads_first else (B, S, H)).to(DEVICE)
     g = g.transpose(1, 2) if heads_first else g
@@ -224,6 +229,30 @@ def test_gate_sums_of_any_heads_and_strides(
     last = torch.arange(tails.shape[2], device=DEVICE) * KEY_UNIT + KEY_UNIT - 1
     mass = (-exact * math.log(2)).logcumsumexp(2) / math.log(2)
     torch.testing.assert_close(tails, mass[:, :, last.clamp(max=S - 1)], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_gradients_of_gates_of_short_and_long_texts_are_the_same(
+    documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnzoo.kernels.common import gate_sums as kernels
+
+    B, S, T, H = 2, 200, 170, 3
+    generator = torch.Generator().manual_seed(0)
+    columns, rows, g = (torch.randn(shape, generator=generator) for shape in ((B, H, S), (B, H, T), (B, S, H)))
+    g[:, 60] = -math.inf
+    first = torch.arange(S, dtype=torch.int32) // 37 * 37 if documents else None
+    given = [x if x is None else x.to(DEVICE) for x in (columns, rows, g, first)]
+    monkeypatch.setattr(kernels, "UNITS", 2)
+    whole = kernels.gate_gradient(*given, T)
+    monkeypatch.setattr(kernels, "SHORT_UNITS", 0)
+    torch.testing.assert_close(kernels.gate_gradient(*given, T), whole, rtol=1e-6, atol=1e-6)
+    dc = -columns.double()
+    dc[..., S - T :] += rows
+    closed = (g.transpose(1, 2) == -math.inf) | (torch.arange(S) == (0 if first is None else first))
+    exact = dc.flip(-1).cumsum(-1).flip(-1).masked_fill(closed, 0.0).transpose(1, 2)
+    exact[:, 0] = 0.0
+    torch.testing.assert_close(whole.double().cpu(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "stride", "copied"), [(64, 2**24 - 8, False), (64, 2**24, True), (1, 2**24, False)])
