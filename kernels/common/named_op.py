@@ -14,14 +14,37 @@ from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from attnzoo.kernels.common.replay import Replay
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 
 
+_PLAIN = frozenset((Tensor, Parameter, NoneType, bool, int, float, str, torch.dtype))
+
+
 def traced(x: Tensor) -> bool:
     """Whether a compiler or a tensor of another kind must see an op; without, its function is called as it is."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
+def dispatched(leaves: Sequence[Any]) -> bool:
+    """Whether anything beside autograd must see an op: a compiler, a mode, a transform, a tensor of another kind."""
+    first = leaves[0]
+    return (
+        torch.compiler.is_compiling()
+        or (isinstance(first, Tensor) and first.is_meta)
+        or not _PLAIN.issuperset(map(type, leaves))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 class NamedOp(Generic[Inputs, Outputs]):
@@ -33,27 +56,41 @@ class NamedOp(Generic[Inputs, Outputs]):
         run: computes the outputs.
         fake: outputs of the same shapes, dtypes and devices, without reading any values.
         changes: leaves of the inputs that ``run`` writes to.
+        replays: whether ``run`` depends on nothing but its inputs, and so may be replayed (``replay.py``).
     """
 
     def __init__(
         self, name: str, inputs: type[Inputs], outputs: type[Outputs], run: Callable[[Inputs], Outputs],
-        fake: Callable[[Inputs], Outputs], changes: Sequence[str] = (),
+        fake: Callable[[Inputs], Outputs], changes: Sequence[str] = (), replays: bool = False,
     ) -> None:  # fmt: skip
         self.run, self.inputs, self.outputs = run, _Fields(inputs), _Fields(outputs)
-        definition = torch.library.custom_op(name, self._flat(run), mutates_args=changes)
-        definition.register_fake(self._flat(fake))
+        self._changes = bool(changes)
+        self._recorded: Any = None  # the run as autograd sees it
+
+        def leaves_of(function: Callable[[Inputs], Outputs]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+            return lambda leaves: self.outputs.leaves(function(self.inputs.built(leaves)))
+
+        self._run = Replay(leaves_of(run)) if replays else leaves_of(run)
+        definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes)
+        definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
 
     def __call__(self, given: Inputs) -> Outputs:
-        """The outputs by way of torch's dispatcher, which autograd and compilers see."""
-        made = self.op(*self.inputs.leaves(given))
+        """The outputs, by way of torch's dispatcher where anything beside autograd must see the op.
+
+        The dispatcher takes longer on the host than all else that an op does there.
+        """
+        leaves = self.inputs.leaves(given)
+        if not self._changes and not dispatched(leaves):
+            if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)):
+                return cast(Outputs, self.outputs.built(self._run(leaves)))
+            if self._recorded is not None:
+                return cast(Outputs, self.outputs.built(self._recorded.apply(*leaves)))
+        made = self.op(*leaves)
         return cast(Outputs, self.outputs.read((made,) if self.outputs.single else made))
 
     def without_gradient(self, given: Inputs, x: Tensor) -> Outputs:
-        """The outputs, past the dispatcher where neither a compiler nor a kind of tensor (that of x) must see the op.
-
-        The way through it takes longer than all else that an op of one token does on the host.
-        """
+        """The outputs, past the dispatcher where neither a compiler nor a kind of tensor (that of x) sees the op."""
         return self(given) if traced(x) else self.run(given)
 
     def differentiable(
@@ -70,8 +107,8 @@ class NamedOp(Generic[Inputs, Outputs]):
         ins, outs = self.inputs, self.outputs
         of_inputs, of_outputs = ins.places(inputs), outs.places(outputs)
 
-        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            made = (output,) if outs.single else output
+        def save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            made = (output,) if isinstance(output, Tensor) else output
             ctx.save_for_backward(*(inputs[i] for i in of_inputs), *(made[i] for i in of_outputs))
             ctx.given = [None if isinstance(x, Tensor) else x for x in inputs]
             ctx.set_materialize_grads(False)
@@ -86,6 +123,13 @@ class NamedOp(Generic[Inputs, Outputs]):
             found = backward(ins.built(given), outs.read(made), outs.read(grads), wanted)
             return tuple(map(found.get, ins.names))
 
+        def forward(ctx: Any, *leaves: Any) -> tuple[Tensor | None, ...]:
+            made = self._run(leaves)
+            save(ctx, leaves, made)
+            return tuple(made)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        self._recorded = type(self.op._schema.name.split("::")[1], (torch.autograd.Function,), methods)
         self._definition.register_autograd(differentiate, setup_context=save)
 
     def refuse_second_derivatives(self) -> None:
@@ -99,11 +143,11 @@ class NamedOp(Generic[Inputs, Outputs]):
 
         self._definition.register_autograd(backward)
 
-    def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
+    def _flat(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., Any]:
         """``function`` of the leaves one by one, with the signature that torch reads the op's schema from."""
 
         def call(*leaves: Any) -> Any:
-            made = self.outputs.leaves(function(self.inputs.built(leaves)))
+            made = [*function(leaves)]
             for i, x in enumerate(made):
                 if x is None:
                     like = next(x for x in (*made, *leaves) if x is not None)

@@ -12,6 +12,7 @@ import torch
 from attnzoo.kernels.common.device import Machine
 
 Kind = Literal["fwd", "dq", "dkdv"]
+_changes = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,18 @@ def override(forced: dict[Kind, Tiles], tiles: dict[Kind, Tiles]) -> Iterator[No
     Args:
         forced: what the plan of the kernel family asks first.
     """
+    global _changes
     before = dict(forced)
     forced.update(tiles)
+    _changes += 1
     try:
         yield
     finally:
         forced.clear()
         forced.update(before)
+        _changes += 1
+
+
+def changes() -> int:
+    """How often tiles were forced or given free; what was launched before may be launched otherwise now."""
+    return _changes

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.kernels.common.autograd import attention_gradients
-from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, KEY_UNIT
+from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
-from attnzoo.kernels.common.launching import can_describe, gate_kind
+from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind
 from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.plans import Plan, announce, launcher
 from attnzoo.kernels.common.rows import (
@@ -38,7 +38,7 @@ from attnzoo.kernels.fox.operands import (
     FoxWanted,
     KeptSums,
 )
-from attnzoo.kernels.fox.plan import BACKWARD, FORWARD, FoxCall, few_rows, plan
+from attnzoo.kernels.fox.plan import BACKWARD, FORWARD, FoxCall, few_rows, plan, searched
 from attnzoo.kernels.fox.portable.prune import prune_starts
 
 Some = Tensor | None
@@ -75,7 +75,11 @@ def row_gates(given: FoxOperands, valid: Some = None) -> RowGates:
     if valid is not None and options.window > 0:
         first = _later(first, window_starts(valid, options.window).int()[:, None])
     rows = RowGates(c, base, first)
-    return rows._replace(first_computed=prune_starts(given, rows, tails, valid)) if options.bound else rows
+    return rows._replace(first_computed=prune_starts(given, rows, tails, valid)) if _searched(given) else rows
+
+
+def _searched(given: FoxOperands) -> bool:
+    return searched(given.k.shape[1], given.options.bound, machine(given.q.device))
 
 
 def _later(a: Some, b: Tensor) -> Tensor:
@@ -92,6 +96,9 @@ def _forward(x: FoxForward) -> Attended:
         o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
         o, lse = launcher(FORWARD[chosen.forward])(given, rows, chosen, o_rest=o_rest)
         natural = row_lse(lse, given.log_decay, rows, given.k.shape[1]) if x.return_lse else None
+    if given.options.bound and rows.first_computed is None:  # compilers know no lengths: it is there, and not read
+        B, T, H, _ = q.shape
+        rows = rows._replace(first_computed=lse.new_empty((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32))
     return Attended(o, natural, lse, rows, o_rest)
 
 
@@ -134,7 +141,7 @@ def _kept_gates(given: FoxOperands, sums: KeptSums, valid: Some, splits_keys: bo
             begins = window_starts(valid, window)[:, None, first:].int()
         first_visible = torch.maximum(first_visible, begins)
     c, base, start = sums.c, sums.base, None
-    if given.options.bound:
+    if _searched(given):
         start = prune_starts(given, RowGates(c, base, first_visible), sums.tails, valid, sums.longest)
     if not splits_keys:
         units = (S + KEY_UNIT - 1) // KEY_UNIT
@@ -151,6 +158,8 @@ def _infer_fake(x: FoxInference) -> FoxInferred:
 def _backward(x: FoxBackward) -> FoxGradients:
     given, made, wanted = x.given, x.made, x.wanted
     log_decay, sink = given.log_decay, given.sink
+    if not _searched(given):
+        x = x._replace(made=made._replace(rows=made.rows._replace(first_computed=None)))
     # without what rounding dropped, the gate's gradient takes the portable kernels
     deterministic = x.deterministic or (wanted.log_decay and made.o_rest is None)
     chosen = _plan(given, needs_gate_grad=wanted.log_decay, deterministic=deterministic, needs_key_grads=wanted.keys)
@@ -181,8 +190,8 @@ def _backward_fake(x: FoxBackward) -> FoxGradients:
 
 
 fox_infer_op = NamedOp("attnzoo::fox_infer", FoxInference, FoxInferred, _infer, _infer_fake)
-fox_forward_op = NamedOp("attnzoo::fox_forward", FoxForward, Attended, _forward, _forward_fake)
-fox_backward_op = NamedOp("attnzoo::fox_backward", FoxBackward, FoxGradients, _backward, _backward_fake)
+fox_forward_op = NamedOp("attnzoo::fox_forward", FoxForward, Attended, _forward, _forward_fake, replays=True)
+fox_backward_op = NamedOp("attnzoo::fox_backward", FoxBackward, FoxGradients, _backward, _backward_fake, replays=True)
 attention_gradients(fox_forward_op, fox_backward_op, FoxBackward, FoxWanted)
 
 __all__ = ["fox_backward_op", "fox_forward_op", "fox_infer_op", "row_gates"]

@@ -25,6 +25,7 @@ BACKWARD = {
     "portable": f"{_HERE}.portable.backward:fox_backward",
     "hopper": f"{_HERE}.hopper.backward:fox_backward_hopper",
 }
+SEARCHED_FROM = 1536  # keys: of fewer, what pruning leaves out takes less time than the search for it
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/log/fox.md), 16-bit inputs.
@@ -102,6 +103,11 @@ def plan(call: FoxCall, machine: Machine) -> Plan:
 def few_rows(T: int, S: int, rep: int) -> bool:
     """Whether there are so few rows that the keys are split."""
     return T * rep <= SPLIT_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
+
+
+def searched(S: int, bound: str, machine: Machine) -> bool:
+    """Whether a call with this bound of ``Prune`` (or "") looks for what it may leave out; the interpreter always."""
+    return bool(bound) and (S >= SEARCHED_FROM or machine.capability == (0, 0))
 
 
 def heads_apart(T: int, rep: int, K: int, V: int, pruned: bool) -> bool:

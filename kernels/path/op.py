@@ -98,6 +98,8 @@ def _backward_fake(x: PathBackward) -> PathGradients:
     return PathGradients(*fake_gradients(x, PathGradients._fields, narrow=("q", "k", "w")))
 
 
-path_forward_op = NamedOp("attnzoo::path_forward", PathForward, PathAttended, _forward, _forward_fake)
-path_backward_op = NamedOp("attnzoo::path_backward", PathBackward, PathGradients, _backward, _backward_fake)
+path_forward_op = NamedOp("attnzoo::path_forward", PathForward, PathAttended, _forward, _forward_fake, replays=True)
+path_backward_op = NamedOp(
+    "attnzoo::path_backward", PathBackward, PathGradients, _backward, _backward_fake, replays=True
+)
 attention_gradients(path_forward_op, path_backward_op, PathBackward, Wanted)

@@ -131,8 +131,12 @@ def _gradients(x: RotationInputs, made: RotationOutputs, grads: RotationOutputs,
     return found._asdict()
 
 
-forward_op = NamedOp("attnzoo::rotation_forward", RotationInputs, RotationOutputs, _forward, _forward_fake)
-backward_op = NamedOp("attnzoo::rotation_backward", RotationBackward, RotationGradients, _backward, _backward_fake)
+forward_op = NamedOp(
+    "attnzoo::rotation_forward", RotationInputs, RotationOutputs, _forward, _forward_fake, replays=True
+)
+backward_op = NamedOp(
+    "attnzoo::rotation_backward", RotationBackward, RotationGradients, _backward, _backward_fake, replays=True
+)
 forward_op.differentiable(_gradients, inputs=("angle",), outputs=("q", "k", "w", "sums"))
 backward_op.refuse_second_derivatives()
 

@@ -145,6 +145,8 @@ def _backward_fake(x: WallBackward) -> WallGradients:
     return WallGradients(*fake_gradients(x, WallGradients._fields))
 
 
-wall_forward_op = NamedOp("attnzoo::wall_forward", WallForward, Attended, _forward, _forward_fake)
-wall_backward_op = NamedOp("attnzoo::wall_backward", WallBackward, WallGradients, _backward, _backward_fake)
+wall_forward_op = NamedOp("attnzoo::wall_forward", WallForward, Attended, _forward, _forward_fake, replays=True)
+wall_backward_op = NamedOp(
+    "attnzoo::wall_backward", WallBackward, WallGradients, _backward, _backward_fake, replays=True
+)
 attention_gradients(wall_forward_op, wall_backward_op, WallBackward, WallWanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,10 +19,11 @@ from attnzoo.forms.caches.state import KVCache
 from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.tiles import Tiles
-from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.fox import fox_attention, kept_fraction, plan
 from attnzoo.kernels.fox.operands import FoxOperands
 from attnzoo.kernels.fox.reference import prune_starts_reference
 
@@ -116,6 +118,29 @@ def test_the_references_boundaries_take_a_long_row_in_pieces() -> None:
             patch.setattr(reference, "ROWS", 2 * ROW_UNIT)
             assert torch.equal(prune_starts_reference(*args), whole)
     assert int(whole.max()) > 0
+
+
+def test_few_keys_are_not_searched_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SEARCHED_FROM", 1536)
+    gpu, interpreter = Machine((9, 0), (3, 6)), Machine((0, 0), (3, 6))
+    assert [plan.searched(S, "tail", gpu) for S in (512, 1535, 1536, 16384)] == [False, False, True, True]
+    assert plan.searched(64, "tail", interpreter)
+    assert not plan.searched(16384, "", gpu)
+
+
+@pytest.mark.parametrize("gate", ["strong", "const"])
+def test_what_is_not_searched_is_as_without_pruning(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnzoo.kernels.fox import op
+
+    case = Case(T=300, S=300, gate=gate)
+    x = inputs(case, torch.float32)
+    pruned = functools.partial(fox_attention, prune=Prune(0.1), impl="triton")
+    plain = run(functools.partial(fox_attention, impl="triton"), case, x)
+    monkeypatch.setattr(op, "_searched", lambda given: False)
+    for name, got in run(pruned, case, x).items():
+        assert torch.equal(got, plain[name])
+    x = {name: y.detach() for name, y in x.items()}
+    assert torch.equal(pruned(x["q"], x["k"], x["v"], log_decay=x["log_decay"]), plain["o"])
 
 
 @pytest.mark.parametrize("at", [3, 700, 1799])

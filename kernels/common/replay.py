@@ -1,0 +1,338 @@
+"""Runs that repeat: what an op allocated and launched, done again without the code that decided on it.
+
+A run of an op depends on the shapes, strides, dtypes and alignment of its tensors and on its numbers. The second run of
+a kind is recorded: tensors that it made, kernels that it launched, what their arguments were. From then on the same is
+done on other tensors. Runs that read numbers, or take memory that they neither were given nor made, stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from attnzoo.kernels.common import tiles
+from attnzoo.kernels.common.recording import recorders
+
+MOST = 256  # kinds of runs of an op that are remembered
+SMALL = 1 << 23  # bytes of a tensor up to which it shares memory with others that are not returned
+_ALIGNED = 512  # bytes, as torch's allocator aligns
+_FIRST_DEVICE = 0  # that runs are replayed on: no CPU
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what they return says the device
+_current_device = getattr(torch._C, "_cuda_getDevice", int)  # torch for CPUs has none
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_logger = logging.getLogger("attnzoo.kernels.replay")
+
+
+class _Made(NamedTuple):
+    """A tensor that a run makes."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+    zeros: bool
+
+
+class _Launch(NamedTuple):
+    """A launch of a kernel.
+
+    Attributes:
+        run, grid, begin: its launcher, called with grid, stream, ``begin`` and the kernel's arguments.
+        args: those of the kernel, as they were.
+        pointers: (which argument, which tensor, bytes from its start) of each tensor among them.
+        descriptors: the same of each descriptor.
+    """
+
+    run: Callable[..., Any]
+    grid: tuple[int, ...]
+    begin: tuple[Any, ...]
+    args: list[Any]
+    pointers: list[tuple[int, int, int]]
+    descriptors: list[tuple[int, int, int]]
+
+
+class _View(NamedTuple):
+    """A tensor, by its number, or a part of it; inputs are counted first, then what a run makes."""
+
+    of: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    whole: bool
+
+
+class _Call(NamedTuple):
+    """A call of torch's that computes.
+
+    Attributes:
+        given: its arguments, one by one; ``form`` makes (arguments, those by name) of them.
+        makes: (which of what it returns, which number) of tensors that are new.
+    """
+
+    function: Callable[..., Any]
+    given: list[Any]
+    form: TreeSpec
+    makes: list[tuple[int, int]]
+
+
+class _At:
+    """What a descriptor asks of its tensor."""
+
+    pointer = 0
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _placeless(described: Any) -> Any:
+    """A descriptor like another one, of what begins where its ``base.pointer`` will say."""
+    made = object.__new__(type(described))
+    vars(made).update(vars(described))
+    made.base = _At()
+    return made
+
+
+class Replay:
+    """A function of an op's leaves (inputs one by one), replayed where it can be.
+
+    Args:
+        run: returns the leaves of the outputs.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        self._run = run
+        self._known: dict[tuple[Any, ...], _Recording | str] = {}  # or why it is run
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        device = _current_device()
+        key: list[Any] = [tiles.changes(), torch.get_float32_matmul_precision(), device, leaves[0].get_device()]
+        pointers: list[int] = []
+        for x in leaves:
+            if isinstance(x, Tensor):
+                pointer = x.data_ptr()
+                key += (x.shape, x.stride(), x.dtype, pointer % 16 == 0)
+                pointers.append(pointer)
+            else:
+                key.append(x)
+                pointers.append(0)
+        found = tuple(key)
+        known = self._known.get(found)
+        if type(known) is _Recording:
+            if not recorders.watched() and not torch.are_deterministic_algorithms_enabled():
+                return known(leaves, pointers, device)
+        elif not known:
+            return self._meet(found, known is None, leaves, pointers)
+        return self._run(leaves)
+
+    def _meet(
+        self, key: tuple[Any, ...], new: bool, leaves: Sequence[Any], pointers: Sequence[int]
+    ) -> Sequence[Any]:  # fmt: skip
+        """A run of a kind that was never met, or met once: that is recorded."""
+        if new:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            devices = {x.get_device() for x in leaves if isinstance(x, Tensor)}
+            usual = devices == {_current_device()} and min(devices) >= _FIRST_DEVICE
+            self._known[key] = "" if usual else "tensors are not on the current GPU"
+            return self._run(leaves)
+        if torch.are_deterministic_algorithms_enabled():  # new memory is filled
+            return self._run(leaves)
+        tensors = [p for x, p in zip(leaves, pointers, strict=True) if isinstance(x, Tensor)]
+        if len(set(tensors)) < len(tensors):  # which is which could not be told
+            return self._run(leaves)
+        recorder = _Recorder(leaves)
+        with recorder, recorders.listening(recorder):
+            outputs = self._run(leaves)
+        self._known[key] = recorder.recording(outputs)
+        if recorder.why:
+            _logger.debug("a run is not replayed: %s", recorder.why)
+        return outputs
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what a run does."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        super().__init__()
+        self.why = ""
+        self._inputs = len(leaves)
+        self._device = next(x.device for x in leaves if isinstance(x, Tensor))
+        self._ranges = [_range(x) if isinstance(x, Tensor) else (0, 0) for x in leaves]
+        self._whole = {n: (x.shape, x.stride(), x.dtype) for n, x in enumerate(leaves) if isinstance(x, Tensor)}
+        self._made: dict[int, _Made] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
+        self._steps: list[Any] = []  # launches, calls, and numbers of tensors: where they are made, and where they end
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look_for_ends()
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        computes = func not in _EMPTY and func not in _ZEROS
+        if computes and _UNKNOWN & set(func.tags):
+            self.why = self.why or str(func)
+        flat, form = tree_flatten((args, kwargs))
+        given = [self._view(x) if isinstance(x, Tensor) and x.numel() else x for x in flat] if computes else []
+        before = {x.data_ptr() for x in flat if isinstance(x, Tensor)}
+        made = func(*args, **kwargs)
+        found = made if isinstance(made, tuple | list) else (made,)
+        new = [(i, x) for i, x in enumerate(found) if isinstance(x, Tensor) and x.data_ptr() not in before]
+        numbers = [(i, self._note(x, func in _ZEROS)) for i, x in new]
+        if computes:
+            self._steps.append(_Call(func, given, form, numbers))
+        else:
+            self._steps.append(numbers[0][1])
+        return made
+
+    def _note(self, x: Tensor, zeros: bool) -> int:
+        """The number of a tensor that was made."""
+        number = len(self._ranges)
+        self._ranges.append(_range(x))
+        self._whole[number] = x.shape, x.stride(), x.dtype
+        self._made[number] = _Made(x.shape, x.stride(), x.dtype, zeros)
+        self._alive[number] = StorageWeakRef(x.untyped_storage())
+        return number
+
+    def launched(self, run: Callable[..., Any], grid: tuple[int, ...], begin: tuple[Any, ...], args: list[Any]) -> None:
+        """A launch of a kernel, with all of its arguments."""
+        self._look_for_ends()
+        pointers: list[tuple[int, int, int]] = []
+        descriptors: list[tuple[int, int, int]] = []
+        for i, x in enumerate(args):
+            described = hasattr(x, "looked_up_by")
+            if described or (isinstance(x, Tensor) and x.numel()):
+                place = self._place((x.base if described else x).data_ptr())
+                (descriptors if described else pointers).append((i, *place))
+        plain = [0 if isinstance(x, Tensor) else _placeless(x) if hasattr(x, "looked_up_by") else x for x in args]
+        self._steps.append(_Launch(run, grid, begin, plain, pointers, descriptors))
+
+    def _look_for_ends(self) -> None:
+        for number in [n for n, storage in self._alive.items() if storage.expired()]:
+            del self._alive[number]
+            self._steps.append(-number)
+
+    def _place(self, pointer: int) -> tuple[int, int]:
+        """Which tensor holds an address, and how far from its start: the last one made, else an input."""
+        holding = [n for n, (start, stop) in enumerate(self._ranges) if start <= pointer < stop]
+        made = [n for n in holding if n >= self._inputs]
+        exact = [n for n in holding if self._ranges[n][0] == pointer]
+        for found in (made[-1:], exact, holding):
+            if len(found) == 1:
+                return found[0], pointer - self._ranges[found[0]][0]
+        self.why = self.why or "an argument of a kernel is neither an input nor made"
+        return 0, 0
+
+    def recording(self, outputs: Sequence[Any]) -> _Recording | str:
+        """What was written down, or why it cannot be done again."""
+        returned = [None if x is None else self._view(x) for x in outputs]
+        if any(x is not None and x.of < self._inputs for x in returned):
+            self.why = self.why or "an output is an input"
+        if not any(isinstance(step, _Launch) for step in self._steps):
+            self.why = self.why or "no kernel was launched"
+        return self.why or _Recording(self._inputs, self._device, self._made, self._steps, returned)
+
+    def _view(self, x: Tensor) -> _View:
+        """How a tensor comes from one that is numbered."""
+        number, offset = self._place(x.data_ptr())
+        size, stride, dtype = self._whole.get(number, ((), (), None))
+        if dtype != x.dtype or offset % x.element_size():
+            self.why = self.why or "a view has another dtype"
+        whole = offset == 0 and (x.shape, x.stride()) == (size, stride)
+        return _View(number, x.shape, x.stride(), offset // x.element_size(), whole)
+
+
+class _Recording:
+    """What a run did, done again by a call with the addresses of its inputs. It holds no tensor."""
+
+    def __init__(
+        self, inputs: int, device: torch.device, made: dict[int, _Made], steps: list[Any],
+        returned: Sequence[_View | None],
+    ) -> None:  # fmt: skip
+        self._device = device
+        calls = [step for step in steps if isinstance(step, _Call)]
+        kept = {view.of for view in returned if view is not None}
+        apart = kept | {n for call in calls for _, n in call.makes}
+        apart |= {x.of for call in calls for x in call.given if isinstance(x, _View)}
+        shared: dict[int, tuple[bool, int]] = {}  # zeros or not, and bytes from the start
+        sizes = {False: 0, True: 0}
+        for number, x in made.items():
+            start, stop = 0, x.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(x.size, x.stride, strict=True)))
+            if number not in apart and stop - start <= SMALL and min(x.size, default=1) > 0:
+                shared[number] = x.zeros, sizes[x.zeros]
+                sizes[x.zeros] += -(-stop // _ALIGNED) * _ALIGNED
+        self._steps: list[Any] = [_Made((n,), (1,), torch.uint8, zeros) for zeros, n in sizes.items() if n]
+        of_zeros = {False: inputs, True: inputs + (sizes[False] > 0)}
+        places = {number: (of_zeros[zeros], offset) for number, (zeros, offset) in shared.items()}
+        places |= {number: (number, 0) for number in range(inputs)}
+        count = inputs + len(self._steps)
+        for step in steps:
+            if isinstance(step, _Launch):
+                pointers, descriptors = (
+                    [(i, places[n][0], places[n][1] + offset) for i, n, offset in some]
+                    for some in (step.pointers, step.descriptors)
+                )
+                self._steps.append(step._replace(pointers=pointers, descriptors=descriptors))
+            elif isinstance(step, _Call):
+                for _, number in step.makes:
+                    places[number], count = (count, 0), count + 1
+                given = [x._replace(of=places[x.of][0]) if isinstance(x, _View) else x for x in step.given]
+                self._steps.append(step._replace(given=given))
+            elif step > 0 and step not in shared:
+                places[step], count = (count, 0), count + 1
+                self._steps.append(made[step])
+            elif step < 0 and -step not in shared and -step not in kept:
+                self._steps.append(places[-step][0])
+        self._inputs = inputs
+        self._returned = [x if x is None else x._replace(of=places[x.of][0]) for x in returned]
+        self._lock = threading.Lock()  # the lists of arguments are filled in place
+
+    def __call__(self, leaves: Sequence[Any], pointers: list[int], device: int) -> list[Tensor | None]:
+        """The outputs' leaves; ``pointers`` are those of the inputs, to which those of what is made are added."""
+        tensors = [*leaves]
+        stream = _stream(device)
+        with self._lock:
+            for step in self._steps:
+                kind = type(step)
+                if kind is _Launch:
+                    run, grid, begin, args, places, descriptors = step
+                    for i, number, offset in places:
+                        args[i] = pointers[number] + offset
+                    for i, number, offset in descriptors:
+                        args[i].base.pointer = pointers[number] + offset
+                    run(*grid, stream, *begin, *args)
+                elif kind is _Made:
+                    x = torch.empty_strided(step.size, step.stride, dtype=step.dtype, device=self._device)
+                    tensors.append(x.zero_() if step.zeros else x)
+                    pointers.append(x.data_ptr())
+                elif kind is _Call:
+                    values = [_seen(tensors, x) if type(x) is _View else x for x in step.given]
+                    positional, named = tree_unflatten(values, step.form)
+                    made = step.function(*positional, **named)
+                    for i, _ in step.makes:
+                        tensors.append(made[i] if isinstance(made, tuple | list) else made)
+                        pointers.append(tensors[-1].data_ptr())
+                else:
+                    tensors[step] = None
+        return [None if x is None else _seen(tensors, x) for x in self._returned]
+
+
+def _seen(tensors: Sequence[Any], view: _View) -> Tensor:
+    """The tensor, or the part of one, that a view is of these."""
+    x: Tensor = tensors[view.of]
+    return x if view.whole else x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    """Where the bytes of a tensor begin and end; of none, nothing holds any address."""
+    n = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + n * x.element_size()
