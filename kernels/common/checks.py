@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.values import OPAQUE, in_transform
+from attnzoo.algebra.values import OPAQUE, in_transform, reads_values
 from attnzoo.kernels.common.arguments import check_log_dtype, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
@@ -18,7 +19,9 @@ from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST = 1024  # kinds of calls that are remembered
 _said: set[tuple[str, str]] = set()
+_right: set[tuple[Any, ...] | None] = set()  # kinds of calls that were checked
 
 
 def check_inputs(
@@ -31,6 +34,9 @@ def check_inputs(
         TypeError: something that is no tensor, or no number.
         ValueError: all else; the message names the argument.
     """
+    kind = _kind(q, k, v, log_decay, options) if valid is None and gate_sums is None else None
+    if kind in _right:
+        return
     prune, sink, cu_seqlens, logit_bound = options.prune, options.sink, options.cu_seqlens, options.logit_bound
     if gate_sums is not None and not isinstance(gate_sums, GateSums):
         raise TypeError(f"gate_sums: expected GateSums or None, got {type(gate_sums).__name__}")
@@ -98,6 +104,26 @@ def check_inputs(
     if logit_bound is not None and prune is None:
         raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound, cu_seqlens=cu_seqlens)
+    if kind is not None:
+        if len(_right) >= MOST:
+            _right.clear()
+        _right.add(kind)
+
+
+def _kind(*given: Any) -> tuple[Any, ...] | None:
+    """All that checks of a call look at, or None where they look at more: at values, or at tensors of another kind."""
+    *tensors, options = given
+    if torch.compiler.is_compiling() or not isinstance(given[0], Tensor) or reads_values(given[0]):
+        return None
+    kind: list[Any] = []
+    for x in (*tensors, *options):
+        if type(x) is Tensor or type(x) is Parameter:
+            kind += (x.shape, x.dtype, x.device, x.layout)
+        elif x is None or type(x) in (int, float, Prune):
+            kind += (type(x), x)
+        else:
+            return None
+    return tuple(kind)
 
 
 def check_whole_sequences(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, options: AttentionOptions) -> None:

@@ -211,6 +211,19 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
         fox_attention(q, k, v, **args)
 
 
+def test_a_call_that_was_right_hides_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one kind are checked once where no values are read."""
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "0")
+    x, g = torch.randn(1, 4, 2, 8, device=DEVICE), torch.zeros(1, 4, 2, device=DEVICE)
+    right: dict[str, Any] = {"log_decay": g, "scale": 1, "window": 1}
+    for wrong in ({"scale": True}, {"window": True}, {"scale": -1}, {"log_decay": g[:, :3]}, {"log_decay": g.half()}):
+        fox_attention(x, x, x, **right)
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))}: expected"):
+            fox_attention(x, x, x, **{**right, **wrong})
+    with pytest.raises(ValueError, match="v: expected the floating dtype of q"):
+        fox_attention(x, x, x.half(), **right)
+
+
 def test_sums_of_gates_above_zero_are_refused() -> None:
     good, bad = torch.zeros(1, 4, 2), torch.full((1, 1, 2), 0.5)
     with pytest.raises(ValueError, match="log_decay: expected natural logs <= 0, got 0.5"):
