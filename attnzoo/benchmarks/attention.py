@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.benchmarks.measure import Result, decay_lengths, markdown_table, measured, of_kv_heads, relative, timing
+from attnzoo.benchmarks.measure import (
+    Result,
+    decay_lengths,
+    host_time,
+    markdown_table,
+    measured,
+    of_kv_heads,
+    relative,
+    timing,
+)
 
 ABSENT = cast(Tensor, None)  # a gate part that no contender of a benchmark reads
 
@@ -122,6 +131,13 @@ def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
     """The median milliseconds of forward (no grad) and of forward + backward."""
     y = peer.taken(x)
     return timing(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
+
+
+def host_time_of(peer: Contender, x: Inputs) -> float:
+    """Median milliseconds that forward + backward keeps the host."""
+    y = peer.taken(x)
+    leaves = [leaf.requires_grad_() for leaf in peer.tensors(y)]
+    return host_time(lambda: torch.autograd.grad(peer.attend(y), leaves, y.do))
 
 
 def time_and_memory(peer: Contender, x: Inputs, rep: int) -> Result:

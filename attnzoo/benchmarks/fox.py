@@ -11,7 +11,7 @@ heads share key heads: ours and flash-linear-attention's kernel do so, for the o
 Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
 RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
 "Over its share": forward + backward over the share of blocks that are kept of the time without pruning; 1.00 would be
-time proportional to what is kept.
+time proportional to what is kept. "Of the host": milliseconds after which forward + backward returns to Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_peer
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, host_time_of, ratio, shape_tables, time_peer
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -53,7 +53,10 @@ from attnzoo.benchmarks.measure import (
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
 
-SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64))
+SHAPES = (
+    (2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64),
+    (64, 12, 1024, 64), (16, 12, 2048, 64), (4, 12, 512, 64),  # the host counts
+)  # fmt: skip
 LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice the peers' usual errors in bf16
 PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
@@ -241,6 +244,7 @@ def measure(
         return {
             "forward_ms": round(forward, 3),
             "both_ms": round(both, 3),
+            "host_ms": round(host_time_of(peer, x), 3),
             "forward_tflops": round(flops / forward / 1e9),
             "both_tflops": round(rate),
             "of_matmul": round(rate / result["matmul_tflops"], 3),
@@ -265,14 +269,17 @@ def table(result: Result) -> str:
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         share = r["kept"].get(r["name"].removeprefix("ours, pruned (").removesuffix(")"), 0.0) * both.get("ours", 0.0)
-        times = [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", r["both_tflops"], f"{r['of_matmul']:.2f}"]
+        times = [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *([f"{r['host_ms']:.2f}"] if host else [])]
+        times += [r["both_tflops"], f"{r['of_matmul']:.2f}"]
         over = f"{r['both_ms'] / share:.3f}" if share else "-"
         return [*times, over, *(ratio(both.get(o), r["both_ms"]) for o in ("official", "official, pruned"))]
 
     def kept(r: Result) -> str:
         return "; blocks kept: " + ", ".join(f"{bound} {share:.3f}" for bound, share in r["kept"].items())
 
-    columns = ("forward ms", "fwd+bwd ms", "nominal TFLOP/s", "of matmul", "over its share")
+    host = all("host_ms" in row for row in result["rows"])  # earlier results have none
+    columns = ["forward ms", "fwd+bwd ms", *(["of the host"] if host else []), "nominal TFLOP/s", "of matmul"]
+    columns.append("over its share")
     lines += ["", *shape_tables(result, (*columns, "x official", "x official, pruned"), cells, kept)]
     return "\n".join([*lines, *error_lines(result, ("o", "dq", "dk", "dv", "dg"))]) + "\n"
 

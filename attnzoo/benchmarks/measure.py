@@ -57,6 +57,17 @@ def once(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def host_time(call: Callable[[], Any], repeats: int = 40) -> float:
+    """Median milliseconds after which a call returns to the host, which does not wait for the GPU."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
 def timing(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> tuple[float, float]:
     """The milliseconds of forward (no grad) and of forward + backward."""
     with torch.no_grad():

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "docs/benchmarks/results"
 
 def test_pruned_time_is_compared_with_what_is_kept() -> None:
     def row(name: str, both: float) -> dict[str, Any]:
-        times = {"forward_ms": 1.0, "both_ms": both, "both_tflops": 1, "of_matmul": 0.5}
+        times = {"forward_ms": 1.0, "both_ms": both, "host_ms": 0.25, "both_tflops": 1, "of_matmul": 0.5}
         return {"name": name, "B": 1, "H": 2, "T": 4, "K": 8, "kept": {"paper": 0.5, "tail": 0.4}} | times
 
     rows = [row("ours", 10.0), row("ours, pruned (tail)", 4.6), row("FLA", 30.0)]
@@ -31,6 +31,7 @@ def test_pruned_time_is_compared_with_what_is_kept() -> None:
         {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []}
     )
     cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| ")]
+    assert cells[1][cells[0].index("of the host")] == "0.25"
     column = cells[0].index("over its share")
     assert [line[column] for line in cells[1:4]] == ["-", "1.150", "-"]  # 4.6 / (0.4 * 10)
     alone = fox.table(
