@@ -21,6 +21,7 @@ from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
 from attnzoo.trained.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
+from attnzoo.verify_command import verify
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
@@ -33,21 +34,34 @@ config_argument = click.argument("config")
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
-def app() -> None:
+@click.option(
+    "--with", "files", multiple=True, metavar="FILE.py", help="A file that registers variants of your own, run first."
+)
+def app(files: tuple[str, ...]) -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
+    for file in files:
+        from attnzoo.registry import from_file
+
+        from_file(file)
 
 
 @app.command("list")
+@click.argument("files", nargs=-1, metavar="[FILE.py]...")
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
-def list_pairs(presets: bool) -> None:
-    """Every pair of duals, and the parts of its gate."""
+def list_pairs(files: tuple[str, ...], presets: bool) -> None:
+    """Every pair of duals, and the parts of its gate.
+
+    Those too that a FILE.py registers.
+    """
     if presets:
         return _list_presets()
     from attnzoo.algebra.gate import PARTS, groups
     from attnzoo.equations import in_ascii
     from attnzoo.pair import product_of
-    from attnzoo.registry import broken_plugins, pairs
+    from attnzoo.registry import broken_plugins, from_file, pairs
 
+    for file in files:
+        from_file(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken plugins are reported below
         broken = broken_plugins()
@@ -84,13 +98,22 @@ def _list_presets() -> None:
 @click.argument("name")
 @click.option("--preset", is_flag=True, help="NAME is a model of published size, such as fox-pro-760m.")
 def show(name: str, preset: bool) -> None:
-    """One variant and its dual: equations, gate, forms, sources."""
+    """One variant and its dual: equations, gate, forms, sources.
+
+    NAME is any variant, FILE.py:NAME, or a FILE.py, whose pairs are shown.
+    """
     if preset:
         return _show_preset(name)
-    from attnzoo.equations import describe
     from attnzoo.errors import nearest
     from attnzoo.models.presets import names
-    from attnzoo.registry import list_variants
+    from attnzoo.registry import get, list_variants, names_of
+
+    if ".py" in name:
+        shown = names_of(name)
+        for one in shown:
+            if len(shown) == 1 or get(one).side == "softmax":  # which has its dual on its screen
+                _show_variant(one)
+        return
 
     if name in names():
         raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
@@ -99,6 +122,12 @@ def show(name: str, preset: bool) -> None:
         raise ValueError(
             f"unknown variant {name!r}; did you mean the model {close!r}: `attnzoo show --preset {close}`?"
         )
+    _show_variant(name)
+
+
+def _show_variant(name: str) -> None:
+    from attnzoo.equations import describe
+
     text = describe(name)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -141,46 +170,6 @@ def _show_preset(name: str) -> None:
 
 
 @app.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Seed of the random inputs."
-)
-def verify(names: tuple[str, ...], seed: int) -> None:
-    """Check every form against the float64 oracle.
-
-    NAME is any variant; none given means all of them. The inputs are random, drawn anew from --seed, in every
-    regime of gates. Kernels are checked where there is a GPU. The exit code is 1 if a form fails.
-    """
-    from attnzoo.verify import LIMIT
-    from attnzoo.verify import verify as checks
-
-    table = new_table("variant", "form", "values", "gradients", "allowed", "", prose=[""])
-    passed = failed = skipped = 0
-    previous = ""
-    for check in checks(names, seed):
-        name, previous = ("" if check.variant == previous else check.variant), check.variant
-        if check.skipped:
-            skipped += 1
-            table.add_row(name, check.form, "", "", "", f"not run: {check.skipped}", style="dim")
-            continue
-        passed, failed = passed + check.ok, failed + (not check.ok)
-        if check.failed:
-            table.add_row(name, check.form, "", "", "", f"FAILED: {check.failed}", style="bold red")
-            continue
-        numbers = (f"{check.value:.1e}", f"{check.gradient:.1e}", f"{check.limit:.0e}")
-        table.add_row(
-            name, check.form, *numbers, "ok" if check.ok else "FAILED", style=None if check.ok else "bold red"
-        )
-    print_table(table, console())
-    click.echo(
-        f"largest relative errors against the oracle, seed {seed}, limit {LIMIT:.0e} in float64: "
-        f"{passed} ok, {failed} failed, {skipped} not run"
-    )
-    if failed:
-        sys.exit(1)
-
-
-@app.command()
 @click.option(
     "--head-dim", type=click.IntRange(min=8), default=64, show_default=True,
     help="hidden_size / num_heads, which is K and V of most layers.",
@@ -213,14 +202,37 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     """Train one model as CONFIG says, or go on training it.
 
     CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one or of a preset, such as
-    fox-pro-125m; KEY=VALUE overrides one of them, as in model.attention=gla. A run that was interrupted goes on
+    fox-pro-125m; KEY=VALUE overrides one of them, as in model.attention=gla or, for a variant of your own,
+    model.attention=FILE.py:NAME. A run that was interrupted goes on
     from its newest checkpoint: RUN/config.yaml means the run in that folder, unless output_dir is given.
     """
     path = find_config(config, "train")
     from attnzoo.training.recipe import load_config
 
-    read = where_it_stands(load_config(path, overrides), path, overrides)
+    given = _without_files(overrides)
+    read = where_it_stands(load_config(path, given), path, given)
     train_by(processes, read, "train", config, *overrides)
+
+
+def _without_files(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The settings alone, once the FILE.py among them are run; attention=FILE.py:NAME becomes attention=NAME."""
+    settings = []
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals and key.endswith(".py"):
+            from attnzoo.registry import from_file
+
+            from_file(key)
+            continue
+        if key.endswith("attention") and ".py" in value:
+            from attnzoo.registry import names_of
+
+            named = names_of(value)
+            if len(named) > 1:
+                raise ValueError(f"{word}: expected FILE.py:NAME with one of {', '.join(named)}")
+            word = f"{key}={named[0]}"
+        settings.append(word)
+    return tuple(settings)
 
 
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
@@ -274,7 +286,7 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     click.echo(f"report: {page}")
 
 
-for command in (tokenize, corpus, export, import_, extend, generate, evaluate, bench, data, experiment):
+for command in (verify, tokenize, corpus, export, import_, extend, generate, evaluate, bench, data, experiment):
     app.add_command(command)
 
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -293,7 +294,16 @@ def given_by(path: Path, name: str) -> Any:
     Raises:
         ValueError: the file raises; the message has the line.
     """
-    spec = importlib.util.spec_from_file_location(f"attnzoo_{path.stem}", path)
+    return getattr(run_file(path, f"attnzoo_{path.stem}"), name, None)
+
+
+def run_file(path: Path, called: str) -> ModuleType:
+    """The module that a Python file makes when it is run, under the name that it is called by.
+
+    Raises:
+        ValueError: the file fails; the error says at which of its lines.
+    """
+    spec = importlib.util.spec_from_file_location(called, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -306,4 +316,4 @@ def given_by(path: Path, name: str) -> Any:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {kind}{said}") from error
-    return getattr(module, name, None)
+    return module

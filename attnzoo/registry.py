@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, cast
 
@@ -18,6 +22,7 @@ from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import PARTS, groups
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
+from attnzoo.files import run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
 from attnzoo.pair import Pair, Side, check_pair, check_parts
@@ -63,6 +68,8 @@ KNOWN_AS = {  # other names in the literature, and reductions
 }
 
 _pairs: dict[str, Pair] = {}  # pairs by the name of either side
+_files: dict[Path, tuple[Pair, ...]] = {}  # that have been run
+FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
 _broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
 
 
@@ -321,7 +328,8 @@ def dual(name: str) -> Variant:
 
 
 def broken_plugins() -> list[str]:
-    """The entry points of the group ``attnzoo.variants`` that could not be used, each with its error.
+    """The entry points of the group ``attnzoo.variants``, and the files of ``ATTNZOO_FILES``, that could not be used,
+    each with its error.
 
     Pairs of working entry points are registered; the first call also warns of broken ones (RuntimeWarning).
     """
@@ -336,9 +344,54 @@ def broken_plugins() -> list[str]:
             except (Exception, SystemExit) as error:
                 said = " ".join((str(error) or repr(error)).split())
                 _broken.append(f"entry point {point.name!r} of attnzoo.variants ({point.value}) is broken: {said}")
+        for file in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+            try:
+                from_file(file)
+            except (ValueError, OSError) as error:
+                _broken.append(f"a file of {FILES} is broken: {error}")
         for problem in _broken:
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return _broken
+
+
+def names_of(word: str) -> tuple[str, ...]:
+    """The variants that a word of a command line means: one by its name, those that a ``FILE.py`` registers when it is
+    run, or one of them as ``FILE.py:NAME``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: an unknown name, or a file that fails or registers no pair.
+    """
+    found = re.fullmatch(r"(.+\.py)(?::(.*))?", word)
+    if found is None:
+        return (get(word).name,)
+    file, name = found.groups()
+    names = [name for pair in from_file(file) for name in (pair.linear, pair.softmax)]
+    if name is not None and name not in names:
+        raise unknown("variant", name, names, of=file)
+    return tuple(names) if name is None else (name,)
+
+
+def from_file(file: str | Path) -> tuple[Pair, ...]:
+    """The pairs that a Python file registers when it is run, which it is once, here and in processes to come.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it fails or registers no pair.
+    """
+    path = Path(file).resolve()
+    if path not in _files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers a pair, found none")
+        before = pairs()
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # for the modules beside it
+        run_file(path, path.stem if importlib.util.find_spec(path.stem) is None else f"attnzoo_{path.stem}")
+        _files[path] = tuple(pair for pair in pairs() if pair not in before)
+        os.environ[FILES] = os.pathsep.join(dict.fromkeys([*os.environ.get(FILES, "").split(os.pathsep), str(path)]))
+    if not _files[path]:
+        raise ValueError(f"{file}: expected a file that registers a pair (attnzoo.register), and it registers none")
+    return _files[path]
 
 
 for _pair in BUILT_IN:

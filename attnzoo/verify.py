@@ -1,11 +1,11 @@
-"""Verification of every form of a variant against the float64 oracle, on random inputs."""
+"""The equalities on fresh random inputs: every law of a variant, and its kernels against the float64 oracle."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import cast, get_args
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,164 +14,132 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.registry import Variant, get, list_variants
-from attnzoo.samples import Regime, random_inputs
+from attnzoo.samples import random_inputs
+from attnzoo.testing.compare import (
+    KERNEL_FORMS,
+    Form,
+    reference_forms,
+    relative_error,
+    straightforward,
+    value_and_gradients,
+)
+from attnzoo.testing.laws import LAWS, Trial
 
-LIMIT = 1e-10
-LENGTHS = (1, 13, 71)  # a single token, a ragged length, and more than one chunk
-GPU_FORMS = ("fla", "triton")
-
-Inputs = tuple[Tensor, Tensor, Tensor, Gate]
-Form = Callable[..., Tensor]
+KERNEL = "kernel"  # what the check of a kernel is called, where those of laws have their names
+SHAPES = {"cuda": (1, 128, 4, 64), "cpu": (1, 40, 2, 16)}  # B, T, H, K; a kernel on a CPU is interpreted
+FEW = 32  # tokens of a kernel for few of them
 
 
 @dataclass(frozen=True)
-class Check:
-    """The largest relative errors of one form over all inputs that were drawn.
+class Where:
+    """What is checked on what.
 
     Args:
-        variant: registry name.
-        form: name of the form.
-        value: error of the outputs.
-        gradient: error of the gradients of q, k, v and every gate part.
-        limit: largest allowed error of both.
-        skipped: the reason why the form was not run, or "".
-        failed: the error that it raised, or "".
+        device: ``"cpu"`` or ``"cuda"``; laws are held on the CPU.
+        dtype: float64 for the laws; another for every form in it, as kernels are held.
+        interpret: whether Triton's interpreter runs the kernels on the CPU.
+        shape: B, T, H and K of all inputs; None to draw them.
+        seed: of the inputs.
+        examples: of each law.
     """
 
-    variant: str
-    form: str
-    value: float
-    gradient: float
-    limit: float = LIMIT
-    skipped: str = ""
-    failed: str = ""
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    interpret: bool = False
+    shape: tuple[int, int, int, int] | None = None
+    seed: int = 0
+    examples: int = 10
+
+    def __post_init__(self) -> None:
+        if self.interpret and self.dtype == torch.bfloat16:
+            raise ValueError("dtype: expected float32 or float16, for Triton's interpreter computes bfloat16 wrongly")
 
     @property
-    def ok(self) -> bool:
-        return bool(self.skipped) or (not self.failed and (self.value <= self.limit and self.gradient <= self.limit))
+    def kernel_dtype(self) -> torch.dtype:
+        """That of kernels: the one that was asked for, or bfloat16, which the interpreter computes wrongly."""
+        if self.dtype != torch.float64:
+            return self.dtype
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
 
 
-def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
-    """Yield a result for every form of the variants ``names`` (without any: all).
-
-    A form that raises has failed; a variant whose module cannot be imported has one failed result.
-
-    The inputs go through every gate regime of :func:`~attnzoo.samples.random_inputs` and ``LENGTHS``, in float64
-    with fewer key heads than query heads and K != V.
+def verify(names: Sequence[str] = (), where: Where | None = None) -> Iterator[Trial]:
+    """Check every law and every kernel of the variants ``names`` (none given: all), one result each; of a variant whose
+    module cannot be imported one that has failed.
 
     Raises:
         TypeError: one name in place of a sequence of them.
         ValueError: an unknown name.
-        UnavailableError: the module of a variant that is named cannot be imported.
+        UnavailableError: the module of a variant that is named cannot be imported, or Hypothesis is missing.
     """
+    return (check() for check in checks(names, where or Where()))
+
+
+def checks(names: Sequence[str], where: Where) -> list[Callable[[], Trial]]:
+    """What :func:`verify` does, not yet done."""
     if isinstance(names, str):
         raise TypeError(f"names: expected a sequence of names such as ['fox'], got {names!r}")
+    found: list[Callable[[], Trial]] = []
     for name in [get(name).name for name in names] or list_variants():
         try:
             variant = get(name)
-        except (UnavailableError, TypeError) as error:  # a plugin's error must not stop the other checks
-            yield Check(name, "", 0.0, 0.0, failed=str(error))
+        except (UnavailableError, TypeError) as error:  # a plugin's: the others are checked all the same
+            found.append(functools.partial(Trial, name, "", 0.0, said=str(error)))
+            continue
+        if where.dtype == torch.float64:
+            found += [functools.partial(_law, name, law, where) for law in LAWS]
         else:
-            yield from _verify_variant(variant, seed)
+            found += [functools.partial(in_precision, variant, form, where) for form in reference_forms(variant)]
+        kernels = [form for form in KERNEL_FORMS if form in variant.forms]
+        found += [functools.partial(_kernel, variant, form, where) for form in kernels]
+    return found
 
 
-def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
-    forms: dict[str, Form] = {name: form for name, form in variant.forms.items() if name not in GPU_FORMS}
-    forms["extend"] = lambda q, k, v, gate: _in_pieces(variant, q, k, v, gate)
-    errors = dict.fromkeys(forms, (0.0, 0.0))
-    failed = dict.fromkeys(forms, "")
-    for number, (length, regime) in enumerate((t, r) for t in LENGTHS for r in get_args(Regime)):
-        inputs = random_inputs(variant.name, B=1, T=length, regime=regime, seed=seed * 1000 + number)
-        cotangent = torch.randn(
-            _output_shape(inputs), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        expected = _value_and_gradients(variant.oracle, inputs, cotangent)
-        for name, form in forms.items():
-            if failed[name]:
-                continue
-            try:
-                got = _value_and_gradients(form, inputs, cotangent)
-            except Exception as error:  # third-party code may raise anything
-                failed[name] = str(error) or repr(error)
-                continue
-            value, gradient = errors[name]
-            errors[name] = (
-                max(value, relative_error(got[0], expected[0])),
-                max(gradient, *map(relative_error, got[1:], expected[1:])),
-            )
-    for name, (value, gradient) in errors.items():
-        yield Check(variant.name, name, value, gradient, failed=failed[name])
-    for name in GPU_FORMS:
-        if name in variant.forms:
-            if torch.cuda.is_available():
-                yield verify_kernel(variant, name, seed, "cuda")
-            else:
-                yield Check(variant.name, name, 0.0, 0.0, skipped="needs a GPU")
+def _law(name: str, law: str, where: Where) -> Trial:
+    from attnzoo.testing import run_law  # needs Hypothesis
+
+    return run_law(name, law, where.examples, where.seed, where.shape)
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest entry of ``expected``; infinite where ``got`` is not finite."""
-    if not got.isfinite().all():
-        return float("inf")
-    size = float(expected.abs().max())
-    return float((got.double() - expected.double()).abs().max()) / (size if size > 0 else 1.0)
+def _kernel(variant: Variant, form: str, where: Where) -> Trial:
+    if where.device == "cuda" or (where.interpret and form == "triton"):
+        return in_precision(variant, form, where)
+    return Trial(variant.name, KERNEL, 0.0, {form: 0.0}, refused="needs a GPU")
 
 
-def _output_shape(inputs: Inputs) -> tuple[int, ...]:
-    q, _, v, _ = inputs
-    return (*q.shape[:3], v.shape[3])
+def in_precision(variant: Variant, form: str, where: Where) -> Trial:
+    """A form in the dtype of ``where``: its error may be twice that of the parallel form, or of what one would write
+    in a line or two, in the same precision.
 
-
-def _in_pieces(variant: Variant, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-    """The output by ``extend`` in pieces: a prefill, some single steps and the rest."""
-    T = q.shape[1]
-    cuts = sorted({0, T // 2, min(T // 2 + 1, T), min(T // 2 + 2, T), T})
-    state, outputs = None, []
-    for start, stop in pairwise(cuts):
-        now = slice(start, stop)
-        o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state)
-        outputs.append(o)
-    return torch.cat(outputs, 1)
-
-
-def _value_and_gradients(form: Form, inputs: Inputs, cotangent: Tensor) -> list[Tensor]:
-    """The output and the gradients of q, k, v and each gate part, in that order."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
-    gate = inputs[3].map(lambda part: part.detach().clone().requires_grad_())
-    leaves = [q, k, v, *(getattr(gate, part) for part in gate.parts)]
-    output = form(q, k, v, gate)
-    gradients = torch.autograd.grad(output, leaves, cotangent.to(output), allow_unused=True)
-    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
-    return [output.detach(), *filled]
-
-
-def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
-    """The result of a kernel in bfloat16, whose error may be twice that of the parallel form in the same precision.
-
-    A kernel for few tokens gets few, without gradients. A kernel that refuses the inputs is skipped; one that raises
-    although it did not refuse has failed.
+    A kernel for a few tokens at a time is given few, and has no gradient. One that refuses the inputs is skipped, and
+    one that raises all the same has failed.
     """
-    brief = is_brief(variant.form_set, form)
-    T = 32 if brief else 128
-    inputs = random_inputs(variant.name, B=1, T=T, H=4, G=4, K=64, V=64, regime="open", seed=seed)
-    q, k, v = (x.to(device, torch.bfloat16) for x in inputs[:3])
-    gate = inputs[3].map(lambda part: part.to(device, torch.float32))
+    brief, dtype, device = is_brief(variant.form_set, form), where.kernel_dtype, where.device
+    B, T, H, K = where.shape or SHAPES[device]
+    T = min(T, FEW) if brief else T
+    q, k, v, gate = random_inputs(variant.name, B, T, H, H, K, K, regime="open", seed=where.seed)
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    gate = gate.map(lambda part: part.to(device, torch.float64 if dtype == torch.float64 else torch.float32))
     if gate.w is not None:
-        gate = replace(gate, w=gate.w.to(torch.bfloat16))
-    cotangent = torch.randn(_output_shape(inputs), generator=torch.Generator().manual_seed(seed)).to(device)
-    tie = _tied if form == "fla" and gate.w is not None else _same
-    expected = _value_and_gradients(tie(variant.oracle), (q, k, v, gate), cotangent)
-    reference = _value_and_gradients(tie(variant.forms["parallel"]), (q, k, v, gate), cotangent)
+        gate = replace(gate, w=gate.w.to(dtype))
+    inputs, tie = (q, k, v, gate), _tied if form == "fla" and gate.w is not None else _same
+    kernel = form in KERNEL_FORMS
+    plain = variant.forms["parallel"] if kernel else straightforward(variant, dtype)
+    expected = value_and_gradients(tie(variant.oracle), inputs)
+    yardstick = value_and_gradients(tie(plain), inputs)
+    label = KERNEL if kernel else "precision"
     try:
         run = tie(variant.forms[form])
-        got = [run(q, k, v, gate)] if brief else _value_and_gradients(run, (q, k, v, gate), cotangent)
-    except Exception as error:  # errors of compilers, GPUs and other libraries
+        got = {"o": run(*inputs)} if brief else value_and_gradients(run, inputs)
+    except Exception as error:  # a compiler's, a GPU's, another library's
         call = Call(q, k, v, gate, options={} if tie is _same else {"delta_rule": True})
         reason = variant.refuses(form, call)
-        return Check(variant.name, form, 0.0, 0.0, skipped=reason, failed="" if reason else str(error) or repr(error))
-    allowed = 2 * max(map(relative_error, reference, expected)) + torch.finfo(torch.bfloat16).eps
-    value, *gradients = map(relative_error, got, expected)
-    return Check(variant.name, form, value, max(gradients, default=0.0), allowed)
+        said = "" if reason else f"{form} of {variant.name!r}: {str(error) or repr(error)}"
+        return Trial(variant.name, label, 0.0, {form: 0.0}, refused=reason, said=said)
+    allowed = 2 * max(relative_error(yardstick[part], expected[part]) for part in expected) + torch.finfo(dtype).eps
+    off = {part: relative_error(x, expected[part]) for part, x in got.items()}
+    wrong = "; ".join(f"{part} off by {error:.2g}" for part, error in off.items() if not error <= allowed)
+    said = f"{form} of {variant.name!r} in {dtype}: {wrong} (allowed {allowed:.2g})" if wrong else ""
+    return Trial(variant.name, label, allowed, {form: max(off.values())}, 1, said=said)
 
 
 def _same(form: Form) -> Form:
@@ -179,9 +147,9 @@ def _same(form: Form) -> Form:
 
 
 def _tied(form: Form) -> Form:
-    """The form with w = k and beta as the write strength, the only case that the delta rule's kernel computes."""
+    """The delta rule proper, all that its kernel computes: one key to erase and to write, and one strength."""
 
     def tied(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-        return form(q, cast(Tensor, gate.w), v, gate, delta_rule=True)
+        return cast(Tensor, form(q, cast(Tensor, gate.w), v, gate, delta_rule=True))
 
     return tied

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
         Form,
         assert_close,
         extend_in_segments,
+        extend_with_steps,
         leaves_of,
         reference_forms,
         relative_error,
         straightforward,
         value_and_gradients,
     )
-    from attnzoo.testing.laws import LAWS, Law
+    from attnzoo.testing.laws import LAWS, Law, Trial
     from attnzoo.testing.strategies import cases, cut_points
-    from attnzoo.testing.trials import PROFILES, BrokenLawError, Trial, battery, check, run_law
+    from attnzoo.testing.trials import PROFILES, BrokenLawError, battery, check, run_law
 
 __all__ = [
     "CPU_FORMS",
@@ -46,6 +47,7 @@ __all__ = [
     "check",
     "cut_points",
     "extend_in_segments",
+    "extend_with_steps",
     "leaves_of",
     "reference_forms",
     "relative_error",
@@ -57,9 +59,9 @@ __all__ = [
 _HOMES = (
     dict.fromkeys(__all__, "compare")
     | dict.fromkeys(("Case", "Inputs", "block_sizes", "take"), "case")
-    | dict.fromkeys(("LAWS", "Law"), "laws")
+    | dict.fromkeys(("LAWS", "Law", "Trial"), "laws")
     | dict.fromkeys(("cases", "cut_points"), "strategies")
-    | dict.fromkeys(("PROFILES", "BrokenLawError", "Trial", "battery", "check", "run_law"), "trials")
+    | dict.fromkeys(("PROFILES", "BrokenLawError", "battery", "check", "run_law"), "trials")
 )
 _get = lazy(__name__, _HOMES)
 

@@ -57,6 +57,35 @@ class Law:
     draws: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What became of a law of a variant.
+
+    Args:
+        variant: its name.
+        law: its name.
+        budget: what errors may reach.
+        worst: the largest error of each form, over all examples.
+        examples: how many were drawn.
+        refused: why the law says nothing of this variant; then nothing was drawn.
+        case: the smallest that breaks it, or None.
+        said: what is wrong there, and how to repeat it.
+    """
+
+    variant: str
+    law: str
+    budget: float
+    worst: dict[str, float] = field(default_factory=dict)
+    examples: int = 0
+    refused: str = ""
+    case: Case | None = None
+    said: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.said
+
+
 def law_of(name: str) -> Law:
     """The law of that name.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,10 @@ from hypothesis import HealthCheck, Phase, settings
 
 from attnzoo.registry import get
 from attnzoo.testing.case import Case
-from attnzoo.testing.laws import LAWS, law_of
+from attnzoo.testing.laws import LAWS, Trial, law_of
 from attnzoo.testing.strategies import cases
 
 PROFILES = {"quick": 10, "thorough": 200}  # examples of each law
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What became of a law of a variant.
-
-    Args:
-        variant: its name.
-        law: its name.
-        budget: what errors may reach.
-        worst: the largest error of each form, over all examples.
-        examples: how many were drawn.
-        refused: why the law says nothing of this variant; then nothing was drawn.
-        case: the smallest that breaks it, or None.
-        said: what is wrong there, and how to repeat it.
-    """
-
-    variant: str
-    law: str
-    budget: float
-    worst: dict[str, float] = field(default_factory=dict)
-    examples: int = 0
-    refused: str = ""
-    case: Case | None = None
-    said: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.case is None
 
 
 class BrokenLawError(AssertionError):
@@ -125,8 +95,8 @@ def _search(run: Callable[[Case], None], strategy: Any, examples: int, seed: int
         max_examples=examples, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
     )  # fmt: skip
-    search: Callable[[], None] = hypothesis.seed(seed)(with_settings(hypothesis.given(strategy)(run)))
-    search()  # type: ignore[no-untyped-call]
+    seeded: Any = hypothesis.seed(seed)
+    seeded(with_settings(hypothesis.given(strategy)(run)))()  # type: ignore[no-untyped-call]
 
 
 def battery(*names: str) -> Callable[..., None]:

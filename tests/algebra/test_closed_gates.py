@@ -16,8 +16,7 @@ from attnzoo.algebra.transitions import HeadGate, block_decay
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention
 from attnzoo.samples import random_inputs
-from attnzoo.testing import CPU_FORMS, Form, Inputs, assert_close, block_sizes, value_and_gradients
-from attnzoo.verify import _in_pieces
+from attnzoo.testing import CPU_FORMS, Form, Inputs, assert_close, block_sizes, extend_with_steps, value_and_gradients
 
 DECAYING = [name for name in list_variants() if {"log_decay", "log_diag"} & set(get(name).requires)]
 SCALAR = [name for name in DECAYING if "log_decay" in get(name).requires]
@@ -34,7 +33,7 @@ def ways(name: str) -> dict[str, Form]:
     """Everything that computes variant ``name`` here: the oracle, each form, and pieces over a state."""
     variant = get(name)
     forms = {form: run for form, run in variant.forms.items() if form in CPU_FORMS}
-    return {"oracle": variant.oracle, **forms, "extend": lambda *inputs: _in_pieces(variant, *inputs)}
+    return {"oracle": variant.oracle, **forms, "extend": lambda *inputs: extend_with_steps(variant, inputs)}
 
 
 @pytest.mark.parametrize("name", DECAYING)

@@ -49,15 +49,14 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Te
 
 
 @pytest.mark.usefixtures("sandwich")
-def test_a_product_in_any_order_is_verified_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "LENGTHS", (1, 9))
+def test_a_product_in_any_order_is_verified_as_what_it_is() -> None:
     inputs = random_inputs("sandwich", B=1, T=9)
     for name, expected in zip(("sandwich", "sandwich_path"), written_out(*inputs), strict=True):
         variant = get(name)
         assert relative_error(variant.oracle(*inputs), expected) <= 1e-12
         for form in variant.forms.values():
             assert relative_error(form(*inputs), expected) <= 1e-12
-    assert all(check.ok for check in verification.verify(["sandwich", "sandwich_path"]))
+    assert all(check.ok for check in verification.verify(["sandwich"], verification.Where(examples=1)))
 
 
 @pytest.mark.usefixtures("sandwich")

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +20,9 @@ from click.testing import CliRunner
 from command_line import assert_refused
 from torch import Tensor
 
-from attnzoo import cli, describe, get, list_variants, pairs
-from attnzoo import verify as verification
+from attnzoo import cli, describe, get, list_variants, pairs, registry
 from attnzoo.experiments.builtin import built_in
+from attnzoo.testing import LAWS
 from attnzoo.training.metrics import Metrics
 
 pytest_plugins = ("command_line",)
@@ -59,12 +60,13 @@ def test_show_speaks_ascii_to_a_terminal_that_knows_nothing_else() -> None:
     assert ran.stdout.decode("ascii") == describe("path_fox", ascii_only=True) + "\n"
 
 
-def test_verify_prints_a_row_per_form_and_passes(run: Any) -> None:
-    ran = run("verify", "nope", "gated_deltanet")
+def test_verify_prints_a_row_per_law_and_every_form(run: Any) -> None:
+    ran = run("verify", "nope", "gated_deltanet", "--examples", "1")
     assert ran.code == 0
-    for form in (*get("nope").forms, *get("gated_deltanet").forms, "extend"):
-        assert re.search(rf"\b{form}\b", ran.out)
+    for said in (*get("nope").forms, *get("gated_deltanet").forms, "extend", "layer", *LAWS):
+        assert re.search(rf"\b{said}\b", ran.out)
     assert "FAILED" not in ran.out
+    assert "largest error of each form" in ran.out
 
 
 def broken(name: str, form: str, change: Any) -> Any:
@@ -74,8 +76,11 @@ def broken(name: str, form: str, change: Any) -> Any:
         variant = get(asked)
         if asked != name:
             return variant
-        forms = {**variant.forms, form: lambda *inputs: change(variant.forms[form](*inputs))}
-        return dataclasses.replace(variant, forms=MappingProxyType(forms))
+
+        def changed(*inputs: Any, **options: Any) -> Any:
+            return change(variant.forms[form](*inputs, **options))
+
+        return dataclasses.replace(variant, forms=MappingProxyType({**variant.forms, form: changed}))
 
     return get_broken
 
@@ -86,20 +91,73 @@ def wrong_gradient(o: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [lambda o: o * (1 + 1e-8), wrong_gradient, lambda o: o * torch.nan])
 def test_verify_exits_1_when_a_form_is_wrong(run: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    monkeypatch.setattr(verification, "get", broken("retnet", "parallel", change))
-    ran = run("verify", "retnet")
+    monkeypatch.setattr("attnzoo.testing.case.get", broken("retnet", "parallel", change))
+    monkeypatch.setattr("attnzoo.verify.LAWS", {"oracle": LAWS["oracle"]})
+    ran = run("verify", "retnet", "--examples", "3")
     assert ran.code == 1
     failed = [row for row in ran.out.splitlines() if "FAILED" in row]
-    assert len(failed) == 1
-    assert "parallel" in failed[0]
+    assert len(failed) == 2  # its row, and what is said below
+    assert re.search(r"parallel: \w+ off by .* \(allowed 1e-10\)", ran.out)
+    assert "check('oracle', Case('retnet', " in ran.out
 
 
 def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any) -> None:
-    ran = run("verify", "gla")
+    ran = run("verify", "gla", "--examples", "1")
     if torch.cuda.is_available():
         assert "needs a GPU" not in ran.out
     else:
-        assert "0 failed, 2 not run" in ran.out
+        assert "0 failed, 3 not run" in ran.out  # two kernels, and pruning, which is for keys
+
+
+MINE = """
+from attnzoo import Pair, register
+from attnzoo.algebra.diagonal import Diagonal
+from attnzoo.algebra.transitions import Product
+from attnzoo.recurrences.deltanet import Householder
+
+erase = Householder()
+register(Pair("wrapped", "wrapped_path", ("log_diag", "w", "beta"), transition=Product(erase, Diagonal(), erase)))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of one's own that registers a pair."""
+    monkeypatch.setenv(registry.FILES, "")
+    monkeypatch.setattr(registry, "_files", {})
+    (file := tmp_path / "wrapped_pair.py").write_text(MINE)
+    yield file
+    for pair in sum(registry._files.values(), ()):
+        registry.unregister(pair)
+    sys.modules.pop("wrapped_pair", None)
+
+
+def test_a_file_is_listed_shown_and_verified_as_what_is_installed(run: Any, mine: Path) -> None:
+    assert "wrapped_path" not in run("list").out
+    assert "wrapped_path" in run("list", str(mine)).out
+    assert "Rₜ = (I − βₜ wₜ wₜᵀ) Diag(exp(aₜ)) (I − βₜ wₜ wₜᵀ)" in run("show", str(mine)).out
+    ran = run("verify", f"{mine}:wrapped", "--examples", "1", "--shape", "1,2,3,4")
+    assert ran.code == 0
+    assert "wrapped_path" not in ran.out
+    for words in (("verify", f"{mine}:wraped"), ("show", f"{mine}:wraped")):
+        assert "expected one of wrapped, wrapped_path; did you mean 'wrapped'?" in run(*words).err
+    assert "expected a Python file that registers a pair, found none" in run("verify", "missing.py").err
+    (mine.parent / "empty.py").write_text("x = 1\n")
+    assert "it registers none" in run("verify", str(mine.parent / "empty.py")).err
+
+
+def test_a_model_of_a_file_is_trained_by_one_word(run: Any, mine: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one word and another, " * 200)
+    data = ["data.context_length=16", f"data.source={tmp_path / 'text.txt'}", "batch_size=2"]
+    sizes = ["model.hidden_size=16", "model.num_heads=2", "model.num_layers=1", "model.attention_options={}"]
+    steps = ["steps=1", "optimizer.warmup_steps=0", "eval_every=0", "tensorboard=false"]
+    ran = run(
+        "train", "tiny", *data, *sizes, *steps, f"output_dir={tmp_path / 'run'}", f"model.attention={mine}:wrapped"
+    )
+    assert ran.code == 0, ran.err
+    assert "attention: wrapped\n" in (tmp_path / "run" / "config.yaml").read_text()
+    ran = run("train", "tiny", f"model.attention={mine}")
+    assert "expected FILE.py:NAME with one of wrapped, wrapped_path" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -118,6 +176,8 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["train", "fox-pro-12m"], ["did you mean 'fox-pro-125m'", "attnzoo list --presets"]),
         (["verify", "--sed", "1"], ["'--seed'"]),
         (["verify", "--seed", "x"], ["'x'"]),
+        (["verify", "--shape", "1,2"], ["'--shape'", "expected B,H,T,K, four whole numbers", "'1,2'"]),
+        (["verify", "fox", "--interpret", "--dtype", "bfloat16"], ["expected float32 or float16"]),
         (["verify", "--seed", "9223372036854775808"], ["'--seed'", "0<=x<=2147483647"]),
         (["train", "missing.yaml"], ["missing.yaml", "fox_small, tiny"]),
         (["train", "tinny"], ["'tinny'", "did you mean 'tiny'"]),

@@ -13,8 +13,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
-from attnzoo.testing import CPU_FORMS, block_sizes, relative_error
-from attnzoo.verify import _in_pieces
+from attnzoo.testing import CPU_FORMS, block_sizes, extend_with_steps, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap has no rule for in-place products
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  #
 def ways(name: str) -> dict[str, Callable[..., Tensor]]:
     variant = get(name)
     forms = {form: run for form, run in variant.forms.items() if form in CPU_FORMS}
-    return {**forms, "extend": lambda *inputs: _in_pieces(variant, *inputs)}
+    return {**forms, "extend": lambda *inputs: extend_with_steps(variant, inputs)}
 
 
 @pytest.mark.parametrize("name", list_variants())

@@ -40,7 +40,7 @@ FLOORS = (
     ("config",),
     ("trained",),
     ("experiments",),
-    ("benchmarks",),
+    ("benchmarks", "verify_command"),
     ("cli",),
     ("__main__",),
 )

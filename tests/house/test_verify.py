@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -10,20 +11,27 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import attnzoo
 from attnzoo import get, list_variants
 from attnzoo import verify as verification
 from attnzoo.cli import app
-from attnzoo.registry import PAIRS, PRODUCTS
+from attnzoo.testing import LAWS, run_law
+
+Where = verification.Where
+LOW = {"device": "cpu", "dtype": torch.bfloat16, "shape": (1, 64, 2, 32)}
 
 
 def test_verify_draws_other_inputs_with_another_seed() -> None:
-    errors = [[check.value for check in verification.verify(["retnet"], seed)] for seed in (0, 0, 1)]
+    errors = [
+        [check.worst for check in verification.verify(["retnet"], Where(seed=seed, examples=2))] for seed in (0, 0, 1)
+    ]
     assert errors[0] == errors[1] != errors[2]
 
 
-def test_verify_checks_every_variant_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_verify_variant", lambda variant, seed: iter([variant.name]))
-    assert list(verification.verify()) == list(list_variants())
+def test_verify_checks_every_law_and_kernel_of_every_variant_by_default() -> None:
+    checks = verification.checks((), Where())
+    kernels = [form for name in list_variants() for form in ("fla", "triton") if form in get(name).forms]
+    assert len(checks) == len(LAWS) * len(list_variants()) + len(kernels)
 
 
 def test_one_name_in_place_of_several_is_refused() -> None:
@@ -31,16 +39,12 @@ def test_one_name_in_place_of_several_is_refused() -> None:
         list(verification.verify("nope"))
 
 
-def test_verify_checks_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "LENGTHS", (1, 13))  # test_forms has longer ones
-    some = (*PAIRS[2:4], PAIRS[-1], PRODUCTS[0])  # without a matrix, and one of each kind
-    names = [name for pair in some for name in (pair.linear, pair.softmax)]
-    checks = list(verification.verify(names))
-    assert {check.variant for check in checks} == set(names)
-    assert all(check.ok for check in checks)
-    for name in names:
-        forms = {check.form for check in checks if check.variant == name}
-        assert forms == {*get(name).forms, "extend"}
+def test_sizes_that_are_given_are_those_of_all_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    law = dataclasses.replace(LAWS["heads"], measure=lambda case: seen.add((case.B, case.T, case.H, case.K)) or {})
+    monkeypatch.setitem(LAWS, "heads", law)
+    assert run_law("fox", "heads", 5, shape=(1, 6, 4, 2)).ok
+    assert seen == {(1, 6, 4, 2)}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +57,12 @@ def test_kernel_is_held_to_twice_the_error_of_the_reference_in_its_precision(nam
     def with_form(kernel: Any) -> Any:
         return dataclasses.replace(variant, forms=MappingProxyType({**variant.forms, form: kernel}))
 
-    good = verification.verify_kernel(with_form(parallel), form, 0, "cpu")
+    good = verification.in_precision(with_form(parallel), form, Where(**LOW))
     assert good.ok
-    assert good.value > 1e-5  # bfloat16, so the limit of float64 would refuse it
-    bad = verification.verify_kernel(with_form(lambda *x, **more: 1.2 * parallel(*x, **more)), form, 0, "cpu")
+    assert good.worst[form] > 1e-5  # bfloat16, so the limit of float64 would refuse it
+    bad = verification.in_precision(with_form(lambda *x, **more: 1.2 * parallel(*x, **more)), form, Where(**LOW))
     assert not bad.ok
+    assert "(allowed " in bad.said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), ValueError("shapes"), AssertionError()])
@@ -70,28 +75,28 @@ def test_kernel_that_breaks_has_failed(error: Exception, monkeypatch: pytest.Mon
 
     broken_one = dataclasses.replace(variant, forms=MappingProxyType({**variant.forms, "triton": broken}))
     monkeypatch.setattr(type(variant), "refuses", lambda self, form, call: "")
-    check = verification.verify_kernel(broken_one, "triton", 0, "cpu")
+    check = verification.in_precision(broken_one, "triton", Where(**LOW))
     assert not check.ok
-    assert not check.skipped
-    assert check.failed == (str(error) or repr(error))
-    monkeypatch.setattr(verification, "verify", lambda names, seed: iter([check]))
+    assert not check.refused
+    assert str(error) or repr(error) in check.said
+    monkeypatch.setattr(verification, "checks", lambda names, where: [lambda: check])
     result = CliRunner().invoke(app, ["verify", "fox"])
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert "1 failed, 0 not run" in result.output
 
 
-def test_a_form_that_raises_has_failed_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "LENGTHS", (1,))
+def test_a_form_that_raises_breaks_its_laws_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     variant = get("nope")
 
-    def broken(*inputs: Any) -> torch.Tensor:
+    def broken(*inputs: Any, **options: Any) -> torch.Tensor:
         raise NotImplementedError("one head for all")
 
     theirs = dataclasses.replace(variant, forms=MappingProxyType({"scan": broken, **variant.forms}))
-    checks = {check.form: check for check in verification._verify_variant(theirs, 0)}
-    assert (checks["scan"].ok, checks["scan"].failed) == (False, "one head for all")
-    assert checks["parallel"].ok
+    monkeypatch.setattr("attnzoo.testing.case.get", lambda name: theirs)
+    trials = {law: run_law("nope", law, 1) for law in ("oracle", "segments")}
+    assert "NotImplementedError: one head for all" in trials["oracle"].said
+    assert trials["segments"].ok
 
 
 def test_kernel_of_few_tokens_is_verified_without_gradients() -> None:
@@ -102,15 +107,32 @@ def test_kernel_of_few_tokens_is_verified_without_gradients() -> None:
         return variant.forms["parallel"](q, *rest)  # type: ignore[no-any-return]
 
     forms = MappingProxyType({**variant.forms, "triton": values_alone})
-    check = verification.verify_kernel(dataclasses.replace(variant, forms=forms), "triton", 0, "cpu")
+    check = verification.in_precision(dataclasses.replace(variant, forms=forms), "triton", Where(**LOW))
     assert check.ok
-    assert not check.skipped
-    assert check.gradient == 0
+    assert not check.refused
 
 
 def test_kernel_that_refuses_is_reported_with_its_reason() -> None:
-    variant = get("gla")
     if torch.cuda.is_available():
         pytest.skip("a GPU is there, so the kernel serves")
-    check = verification.verify_kernel(variant, "fla", 0, "cpu")
-    assert "CUDA" in check.skipped
+    assert "CUDA" in verification.in_precision(get("gla"), "fla", Where(**LOW)).refused
+
+
+def test_kernels_are_verified_on_a_cpu_by_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there, so kernels are compiled")
+    where = Where(dtype=torch.float32, interpret=True, shape=(1, 20, 1, 16))
+    checks = {(check.law, *check.worst): check for check in verification.verify(["fox"], where)}
+    assert checks.keys() == {("precision", "recurrent"), ("precision", "parallel"), ("kernel", "triton")}
+    assert all(check.ok and not check.refused for check in checks.values()), checks
+    with pytest.raises(ValueError, match="dtype: expected float32 or float16, for Triton's interpreter"):
+        Where(dtype=torch.bfloat16, interpret=True)
+
+
+def test_what_triton_interprets_sees_the_language() -> None:
+    """Its interpreter refuses a function in whose module ``tl`` is not; the tests' own, quicker one does not."""
+    root = Path(attnzoo.__file__).parent / "kernels"
+    files = [path for path in root.rglob("*.py") if "@triton.jit" in path.read_text()]
+    assert files
+    assert not [str(path) for path in files if "import triton.language as tl" not in path.read_text()]
