@@ -127,8 +127,7 @@ def _is_its_own(variant: Variant) -> str:
     transition = variant.transition
     if transition is None:
         return "its forms name no transition"
-    usual = product_of(variant.requires)
-    return "" if transition.shown == usual else f"R_t is {transition.shown}, of its own, and not {usual}"
+    return "" if transition.shown == product_of(variant.requires) else f"R_t is its own, {transition.shown}"
 
 
 def _segments(case: Case) -> Errors:
