@@ -62,7 +62,7 @@ class Evict:
     Args:
         eps: largest total attention weight, in (0, 1).
         offload: move keys to the host's memory instead of evicting them, and bring them back for a row that would lose
-        more than ``eps``. No bound on later queries is then needed.
+            more than ``eps``. No bound on later queries is then needed.
 
     Raises:
         TypeError: ``offload`` is neither True nor False.
