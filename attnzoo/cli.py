@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -233,6 +234,31 @@ def _without_files(overrides: tuple[str, ...]) -> tuple[str, ...]:
             word = f"{key}={named[0]}"
         settings.append(word)
     return tuple(settings)
+
+
+@app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
+@config_argument
+@overrides_argument
+def search(config: str, overrides: tuple[str, ...]) -> None:
+    """Find the learning rate of a run by a search among whole runs.
+
+    CONFIG and KEY=VALUE are those of train. Rates are 1, 2, 5, 10, ... times a power of ten, from optimizer.lr on,
+    until the best has a worse one on either side, by the training loss of the last tokens. The runs are folders in
+    output_dir, and what is finished is not done again.
+    """
+    path = find_config(config, "train")
+    from attnzoo.experiments.experiment import rate_in_words
+    from attnzoo.experiments.search import search as run
+    from attnzoo.training.recipe import load_config
+
+    losses = run(
+        load_config(path, _without_files(overrides)),
+        lambda lr, loss: click.echo(f"{rate_in_words(lr)}: loss {loss:.4f}"),
+    )
+    best = min(losses, key=losses.__getitem__)
+    if math.isinf(losses[best]):
+        raise FloatingPointError(f"all learning rates diverged: {', '.join(map(rate_in_words, losses))}")
+    click.echo(f"best learning rate: {rate_in_words(best)}")
 
 
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")

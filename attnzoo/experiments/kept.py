@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,7 @@ def tried_of(plan: Schedule, experiment: Experiment, arm: Arm) -> list[Trained]:
         if run := known_run(*place(plan, experiment, arm, lr, 0, tries)):
             found.append(run)
         searched = tries and find_size(experiment, plan.size).tries and len(found) == len(rates)
-        if searched and (beyond := further(found)) is not None:
+        if searched and (beyond := further(losses_of(found))) is not None:
             rates.append(beyond)
     return sorted(found, key=lambda run: run.lr)
 
@@ -57,17 +57,22 @@ def untried(plan: Schedule, experiment: Experiment, arm: Arm) -> list[float]:
     missing = [lr for lr in plan.grid(experiment, arm) if lr not in [run.lr for run in tried]]
     if missing or not find_size(experiment, plan.size).tries:
         return missing
-    beyond = further(tried)
+    beyond = further(losses_of(tried))
     return [] if beyond is None else [beyond]
 
 
-def further(tried: Sequence[Trained]) -> float | None:
+def losses_of(tried: Sequence[Trained]) -> dict[float, float]:
+    """The held-out losses by learning rate."""
+    return {run.lr: run.validation for run in tried}
+
+
+def further(losses: Mapping[float, float]) -> float | None:
     """The next learning rate of a search along 1, 2, 5, 10, ..., where the best so far is the largest or smallest.
 
     None where the best lies between two others, or where all runs diverged.
     """
-    rates, best = sorted(run.lr for run in tried), best_rate(tried)
-    if all(math.isinf(run.validation) for run in tried) or rates[0] < best < rates[-1]:
+    rates, best = sorted(losses), min(losses, key=losses.__getitem__)
+    if all(map(math.isinf, losses.values())) or rates[0] < best < rates[-1]:
         return None
     up = best == rates[-1]
     exponent = math.floor(math.log10(best))

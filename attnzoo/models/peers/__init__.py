@@ -163,7 +163,7 @@ def language_model(fields: dict[str, Any]) -> dict[str, Any]:
     kind = AROUND.get(str(fields.get("model_type")))
     if kind is None:
         return fields
-    outer = {name: fields[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in fields}
+    outer: dict[str, Any] = {name: fields[name] for name in ("tie_word_embeddings", "dtype") if name in fields}
     return {**outer, **Settings(fields).within("text_config").fields, "model_type": kind}
 
 
