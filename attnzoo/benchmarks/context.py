@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get
-from attnzoo.benchmarks.measure import Result, decay_lengths, machine, markdown, relative, save
+from attnzoo.benchmarks.measure import Result, decay_lengths, describe_versions, markdown_table, relative, save
 from attnzoo.parallel import Fragments
 from attnzoo.parallel.collectives import traffic
 
@@ -46,8 +46,8 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]] = (), only: Sequence[str] =
         rows = [row for shape in shapes or SHAPES for row in measure(shape, only, repeats)]
         if dist.get_rank() == 0:
             shown = ("way", "shape", "ranks", "one_ms", "ms", "times_one", "sent_MB", "peak_GiB")
-            table = markdown(shown, [[row[name] for name in shown] for row in rows])
-            save(out, {"machine": machine(), "rows": rows}, "\n".join(table) + "\n")
+            table = markdown_table(shown, [[row[name] for name in shown] for row in rows])
+            save(out, {"machine": describe_versions(), "rows": rows}, "\n".join(table) + "\n")
     finally:
         dist.destroy_process_group()
 

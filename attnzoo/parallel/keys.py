@@ -40,8 +40,8 @@ class Earlier:
     log_decay: Sequence[Tensor] | None
     totals: Sequence[Tensor] | None
 
-    def cache(self, number: int, last: int | None, angle: Tensor | None) -> KVCache | None:
-        """The last keys before fragment ``number`` (None: all), carried to its start; None if there are none."""
+    def cache(self, number: int, last: int, angle: Tensor | None) -> KVCache | None:
+        """The ``last`` keys before fragment ``number``, carried to its start; None for no keys."""
         keys: list[Tensor] = []
         for n, k in enumerate(self.k[:number]):
             if self.totals is not None and n:
@@ -49,9 +49,9 @@ class Earlier:
                 keys = [times(total, x.transpose(1, 2)).transpose(1, 2) for x in keys]
             keys.append(k)
         count = sum(k.shape[1] for k in keys)
-        if not count or last == 0:
+        if not count or not last:
             return None
-        first = 0 if last is None else max(0, count - last)
+        first = count - last
         k, v = (torch.cat(list(xs), 1)[:, first:] for xs in (keys, self.v[:number]))
         g = None if self.log_decay is None else torch.cat(list(self.log_decay[:number]), 1)[:, first:]
         phase = None if angle is None else angle.new_zeros(1, 1, 1, angle.shape[-1], dtype=torch.float64)
@@ -85,9 +85,10 @@ def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fra
     earlier = Earlier(found[0], found[1], found[2] if g is not None else None, all_totals)
     outputs: list[Any] = []
     for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
-        number = fragments.table.index(row)
-        last = None if options.window is None else options.window - 1
-        gate = piece.gate
+        number, gate = fragments.table.index(row), piece.gate
+        last = row.start - max(border for border in fragments.borders if border <= row.start)  # of its document
+        if options.window is not None:
+            last = min(last, options.window - 1)
         if needed is not None:
             last = needed.most(number)
         cache = earlier.cache(number, last, gate.angle)

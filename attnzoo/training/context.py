@@ -24,8 +24,8 @@ class Sharing:
     Args:
         groups: number of groups; each reads rows of its own.
         number: this process's group.
-        cut: the constructor of :class:`Fragments` for a row: `zigzag`, or `contiguous` where no layer's rows see all
-            keys before them.
+        cut: the constructor of :class:`Fragments` for a row: `zigzag`, or `contiguous` where no layer has a softmax,
+            whose late rows see more keys than early ones.
         group: the process group, None where each process has whole sequences.
     """
 
@@ -44,8 +44,8 @@ class Sharing:
         if ranks == 1:
             return cls(groups, number)
         mesh = init_device_mesh(accelerator.device.type, (groups, ranks), mesh_dim_names=("data", "context"))
-        dense = [layer for layer in model.attentions() if layer.variant.side == "softmax" and layer.prune is None]
-        return cls(groups, number, "zigzag" if dense else "contiguous", mesh["context"].get_group())
+        causal = any(layer.variant.side == "softmax" for layer in model.attentions())
+        return cls(groups, number, "zigzag" if causal else "contiguous", mesh["context"].get_group())
 
     def share(self, rows: TokenBatch) -> TokenBatch:
         """This process's part of the rows of its group."""
