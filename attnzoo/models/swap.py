@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -69,3 +71,14 @@ def _useful(
         if without := [name for name in options if name not in found]:
             logger.warning("model.attention: %s has no use for %s, left out", entry["name"], ", ".join(without))
     return {name: value for name, value in options.items() if name in found}
+
+
+def projection_of(name: str) -> str:
+    """The weight's name in a layer where its gate projection is the only one."""
+    return re.sub(r"\.gate\.members\.\d+\.", ".gate.", name)
+
+
+def by_projection(names: Collection[str]) -> dict[str, str]:
+    """The names by their :func:`projection_of`, without those that two names share."""
+    times = Counter(map(projection_of, names))
+    return {projection_of(name): name for name in names if times[projection_of(name)] == 1}

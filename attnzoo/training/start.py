@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import shlex
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +111,7 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
     import torch
 
     from attnzoo.models.peers import Settings, Weights, check_plain, read_settings
+    from attnzoo.models.swap import by_projection, projection_of
 
     folder = Path(source)
     if (folder / "config.yaml").is_file():
@@ -129,13 +129,13 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
         tied = settings.get("tie_word_embeddings", ModelConfig.tie_embeddings)
     _check_tokenizer(folder, data)
     state, new, ours = {}, [], model.state_dict()
-    once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
+    once, homes = by_projection([prefix + name for name in ours]), by_projection(there.names)
     for name, tensor in ours.items():
         home = prefix + name
         if name == HEAD and tied and home not in there:  # a tied model's files hold the matrix once
             home = prefix + EMBEDDING
-        if home not in there and _projection(home) in once:
-            home = homes.get(_projection(home), home)
+        if home not in there and projection_of(home) in once:
+            home = homes.get(projection_of(home), home)
         if home not in there or (home != prefix + name and there.read(home).shape != tensor.shape):
             new.append(name)
             continue
@@ -155,17 +155,6 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
             )
         new = [name for name in new if name != HEAD]
     return state, new, sorted(name.removeprefix(prefix) for name in there.unread)
-
-
-def _projection(name: str) -> str:
-    """The weight's name in a layer where its gate projection is the only one."""
-    return re.sub(r"\.gate\.members\.\d+\.", ".gate.", name)
-
-
-def _by_projection(names: Collection[str]) -> dict[str, str]:
-    """The names by their `_projection`, without those that two names share."""
-    times = Counter(map(_projection, names))
-    return {_projection(name): name for name in names if times[_projection(name)] == 1}
 
 
 def check_ours(folder: Path, argument: str) -> None:

@@ -19,7 +19,7 @@ from attnzoo.registry import list_variants
 transformers = pytest.importorskip("transformers")
 pytest_plugins = ("hf_models",)
 
-from attnzoo.models.hf import AttnzooConfig  # noqa: E402
+from attnzoo.models.hf import AttnzooConfig, AttnzooForCausalLM  # noqa: E402
 from attnzoo.models.hf.config import THEIRS  # noqa: E402
 
 # configuration
@@ -170,6 +170,25 @@ def test_what_a_checkpoint_lacks_starts_as_the_decoder_starts_it(tmp_path):
     spread = [projection.weight.std().item() for projection in (gate.forget_proj, fresh.forget_proj)]
     assert spread[0] == pytest.approx(spread[1], rel=0.5)
     assert torch.equal(loaded.model.embedding.weight, build("nope").model.embedding.weight)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_scaled_angles_stay_where_another_attention_is_asked_for(auto, tmp_path, tokens):
+    plain = build("rope")
+    for block in plain.model.blocks:
+        block.attention.gate.angle.mul_(0.3)  # as of a stretched context
+    plain.save_pretrained(tmp_path / "rope")
+    gate = {"gate": ["forget", "rotary"], "gate_bias": 30.0}
+    loader = transformers.AutoModelForCausalLM if auto else AttnzooForCausalLM
+    changed = loader.from_pretrained(tmp_path / "rope", attention="fox_rope", attention_options=gate)
+    angles = changed.model.blocks[0].attention.gate.members[1].angle
+    assert torch.equal(angles, plain.model.blocks[0].attention.gate.angle)
+    torch.testing.assert_close(changed(tokens).logits, plain.eval()(tokens).logits, atol=1e-4, rtol=1e-4)
+    changed.save_pretrained(tmp_path / "fox")
+    again = loader.from_pretrained(tmp_path / "fox")
+    assert torch.equal(again(tokens).logits, changed(tokens).logits)
+    back = loader.from_pretrained(tmp_path / "fox", attention="rope", attention_options={})
+    assert torch.equal(back.model.blocks[0].attention.gate.angle, angles)
 
 
 def test_auto_classes_know_the_model_when_transformers_came_first(tmp_path):

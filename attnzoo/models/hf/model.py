@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -26,6 +27,7 @@ from attnzoo.models.hf.generate import LEAST, NeedsLoopError, release, request_o
 from attnzoo.models.hf.keywords import check_keywords
 from attnzoo.models.hf.positions import borders, check_rising, check_shape, follow
 from attnzoo.models.loss import IGNORED
+from attnzoo.models.swap import Unfilled, by_projection
 from attnzoo.precision import PreciseModule
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,25 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         theirs.model = model
         theirs.train(model.training)
         return theirs
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, **options: Any) -> Any:
+        """As of every `PreTrainedModel`; where another `attention` is asked for, parts of a gate find their places.
+
+        A gate's weights have other names where several projections are combined, as for `fox_rope` in place of `rope`.
+        """
+        if options.get("config") is None and not {"attention", "attention_options"} & options.keys():
+            return super().from_pretrained(source, *args, **options)
+        config = options.get("config")
+        if config is None:
+            config, options = AttnzooConfig.from_pretrained(source, return_unused_kwargs=True, **options)
+        model = super().from_pretrained(
+            source, *args, **{**options, "config": config, "key_mapping": options.get("key_mapping") or _places(config)}
+        )
+        found = model[0] if isinstance(model, tuple) else model
+        if hasattr(found, "_weight_conversions"):
+            del found._weight_conversions  # it would be saved under the names of before
+        return model
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -370,3 +391,14 @@ def _whole(mask: Tensor | None) -> Tensor | None:
     if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
     return mask == 1
+
+
+def _places(config: AttnzooConfig) -> dict[str, str]:
+    """The names of a model's gates, by patterns of the names that these weights may have in a checkpoint."""
+    with torch.device("meta"), Unfilled():
+        names = LanguageModel(config.native()).state_dict()
+    homes = by_projection([name for name in names if ".gate." in name])
+    return {
+        "^" + re.escape(f"model.{short}").replace(r"\.gate\.", r"\.gate\.(?:members\.\d+\.)?") + "$": f"model.{name}"
+        for short, name in homes.items()
+    }
