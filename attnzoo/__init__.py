@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnzoo.layer.build import build_attention
     from attnzoo.layer.weight_decay import param_groups
     from attnzoo.pair import Pair
-    from attnzoo.registry import Variant, dual, get, list_variants, pair_for, pairs, register
+    from attnzoo.registry import Variant, dual, get, list_variants, pair_for, pairs, register, register_part
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "pairs",
     "param_groups",
     "register",
+    "register_part",
 ]
 _HOMES = {
     "Attention": "layer.attention",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attnzoo.algebra.gate import PARTS, groups, in_product
+from attnzoo.algebra.gate import PARTS, factors_in, groups, in_product
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import unknown
 
@@ -16,7 +16,7 @@ Side = Literal["linear", "softmax"]
 
 def product_of(parts: Collection[str]) -> str:
     """``R_t`` of a gate with these parts, in symbols."""
-    return in_product(declared.factor for part, declared in PARTS.items() if part in parts and declared.factor)
+    return in_product(PARTS[part].factor for part in factors_in(parts))
 
 
 @dataclass(frozen=True)
@@ -104,5 +104,6 @@ def check_parts(name: str, parts: Collection[str]) -> None:
         if part not in PARTS:
             raise unknown("gate part", part, PARTS)
     for group in groups():
-        if 0 < len(set(group) & set(parts)) < len(group):
-            raise ValueError(f"{name}: expected {' and '.join(group)} together, got {', '.join(parts)}")
+        together = [part for part in group if not PARTS[part].optional]
+        if set(group) & set(parts) and not set(together) <= set(parts):
+            raise ValueError(f"{name}: expected {' and '.join(together)} together, got {', '.join(parts)}")

@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, groups
+from attnzoo.algebra.gate import PARTS, GatePart, declare, groups, undeclare
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.files import run_file
@@ -179,6 +179,42 @@ def register(pair: Pair) -> None:
         if name in _pairs and _pairs[name] != pair:
             raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
     _pairs[pair.linear] = _pairs[pair.softmax] = pair
+
+
+def register_part(name: str, part: GatePart, factor: Transition | None = None) -> None:
+    """Add a gate part: ``Gate(name=...)`` takes it, and inputs are drawn and checked as it says.
+
+    Args:
+        name: of the part, by which :class:`attnzoo.Gate` is given it.
+        part: its shape, range, sampler, neutral value, symbols, factor of R_t and gate projections, and whether it
+            may expand; then nothing that reads it is pruned.
+        factor: the transition of that factor, from which pairs with the part are made that name no transition.
+
+    Raises:
+        TypeError: not a :class:`~attnzoo.algebra.gate.GatePart`, or a factor that is no transition.
+        ValueError: a name that is taken or no identifier, or a factor that does not read the part.
+    """
+    if factor is not None and not isinstance(factor, Transition):
+        raise TypeError(f"factor: expected an object of a class Transition, got {factor!r}")
+    if factor is not None and name not in factor.parts:
+        raise ValueError(f"factor: expected one whose parts have {name!r}, got {', '.join(factor.parts) or 'none'}")
+    declare(name, part)
+    if factor is not None:
+        importlib.import_module("attnzoo.recurrences.products").FACTORS.append(factor)
+
+
+def unregister_part(name: str) -> None:
+    """Take the part that was registered last out again, and its factor.
+
+    Raises:
+        ValueError: it is not the last, or a pair requires it.
+    """
+    users = [pair.linear for pair in dict.fromkeys(_pairs.values()) if name in pair.requires]
+    if users:
+        raise ValueError(f"name: expected a part that no pair requires, and {', '.join(users)} requires {name!r}")
+    undeclare(name)
+    products = importlib.import_module("attnzoo.recurrences.products")
+    products.FACTORS[:] = [factor for factor in products.FACTORS if name not in factor.parts]
 
 
 def unregister(pair: Pair) -> None:

@@ -41,11 +41,12 @@ def factors_of(parts: Collection[str]) -> tuple[Transition, ...]:
     Raises:
         ValueError: a part that no factor reads.
     """
-    given = {part: factor for factor in FACTORS for part in factor.parts}
+    able = sorted((f for f in FACTORS if set(f.parts) <= set(parts)), key=lambda f: len(f.parts))
+    given = {part: factor for factor in able for part in factor.parts}  # the one that reads the most of them
     wanted = [part for part, declared in PARTS.items() if part in parts and declared.carries]
     for part in wanted:
         if part not in given:
-            known = ", ".join(given)
+            known = ", ".join(dict.fromkeys(part for factor in FACTORS for part in factor.parts))
             raise ValueError(f"gate part {part!r}: expected a factor of R_t that reads it, got those of {known}")
     return tuple(dict.fromkeys(given[part] for part in wanted))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from attnzoo.errors import unknown
 
 Regime = Literal["mixed", "open", "closing", "zero", "closed"]
 
@@ -128,9 +130,7 @@ class Gate(GateParts):
         """
         B, T, H, K = q.shape
         gate = self.per_token(q).map(Tensor.double)
-        matrices = [
-            part.matrix(gate, H) for name, part in PARTS.items() if part.matrix is not None and name in gate.parts
-        ]
+        matrices = [cast(Callable[..., Tensor], PARTS[name].matrix)(gate, H) for name in factors_in(gate.parts)]
         eye = torch.eye(K, dtype=torch.float64, device=q.device)
         return self.decay(q), reduce(torch.matmul, matrices, eye).expand(B, T, H, K, K)
 
@@ -173,12 +173,15 @@ class GatePart:
             the order of :data:`PARTS`. None where the part is not a factor of its own.
         factor: that factor in symbols, in ASCII.
         letter: the factor's letter on the documentation page of products.
-        of: the part whose factor this one belongs to, and without which it has no effect.
+        of: the part whose factor this one belongs to, and without which it has no effect; with a ``matrix`` of its own
+            it makes another factor in that one's place.
+        optional: whether the part that it is of may come without it.
         neutral: the value at which the transition is the identity.
         decays: whether the part is a natural log of the fraction that a token leaves.
         expands: whether its factor may make a vector longer: then no certificate holds.
         rounded: whether the part may come in the dtype of q; others must be float32 or float64.
-        projections: names of the layer's default gate projections for this part, on the linear and on the softmax side.
+        projections: the layer's default gate projections for this part, names or classes, on the linear and on the
+            softmax side.
     """
 
     symbol: str
@@ -192,11 +195,12 @@ class GatePart:
     factor: str = ""
     letter: str = ""
     of: str = ""
+    optional: bool = False
     neutral: float = 0.0
     decays: bool = False
     expands: bool = False
     rounded: bool = False
-    projections: tuple[str, str] | None = None
+    projections: tuple[Any, Any] | None = None
     ndim: int = field(init=False)  # axes of the whole part
     factored: bool = field(init=False)  # whether the part may have a factor axis n
     per_query_head: bool = field(init=False)  # whether the part has an entry per query head, not per key head
@@ -323,6 +327,57 @@ def groups(parts: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
     chosen = [name for name in PARTS if parts is None or name in parts]
     own = [name for name in chosen if not PARTS[name].of]
     return tuple((name, *(other for other in chosen if PARTS[other].of == name)) for name in own)
+
+
+def factors_in(parts: Collection[str]) -> list[str]:
+    """The parts whose matrices are multiplied to R_t of a gate with ``parts``, in their order."""
+    instead = {PARTS[name].of: name for name in PARTS if name in parts and PARTS[name].of and PARTS[name].matrix}
+    own = [name for name in PARTS if name in parts and PARTS[name].matrix and not PARTS[name].of]
+    return [instead.get(name, name) for name in own]
+
+
+_narrow: dict[str, list[tuple[type, dict[str, Any]]]] = {}  # the classes of gates before a part was declared
+_MADE = ("__init__", "__match_args__", "__dataclass_fields__")  # by dataclass, of the parts
+
+
+def declare(name: str, part: GatePart) -> None:
+    """Give every gate a part of that name, which :data:`PARTS` declares from now on.
+
+    Raises:
+        TypeError: not a :class:`GatePart`.
+        ValueError: a name that is taken or no identifier, or a part of one that there is not.
+    """
+    if not isinstance(part, GatePart):
+        raise TypeError(f"part: expected attnzoo.algebra.gate.GatePart, got {type(part).__name__}")
+    if not name.isidentifier() or hasattr(Gate, name):
+        raise ValueError(f"name: expected a new name that a keyword may have, got {name!r}")
+    if part.of and part.of not in PARTS:
+        raise unknown("gate part", part.of, PARTS, of=f"{name}.of")
+    _narrow[name] = []
+    owners: list[type] = [GateParts, *GateParts.__subclasses__()]
+    for owner in owners:
+        _narrow[name].append((owner, {made: getattr(owner, made) for made in _MADE}))
+        wider = type(owner.__name__, (owner,), {"__annotations__": {name: "Tensor | None"}, name: None})
+        wider = dataclass(frozen=True, eq=False)(wider)
+        for made in _MADE:
+            setattr(owner, made, getattr(wider, made))
+        setattr(owner, name, None)
+    PARTS[name] = part
+
+
+def undeclare(name: str) -> None:
+    """Take a part out again, the last that was declared.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    if name != next(reversed(_narrow), None):
+        raise ValueError(f"name: expected the part declared last ({next(reversed(_narrow), 'none')}), got {name!r}")
+    for owner, made in _narrow.pop(name):
+        delattr(owner, name)
+        for attribute, was in made.items():
+            setattr(owner, attribute, was)
+    del PARTS[name]
 
 
 def in_product(factors: Iterable[str]) -> str:

@@ -85,12 +85,14 @@ class RankOne:
         ws: the first factor of every token, ``[..., C, K]``, the second, and so on.
         beta: of all factors in their order, ``[..., C n, 1]``.
         gate: the gate that ``first`` reads.
+        us: u of ``I - beta u w^T``, as ``ws``; None where u is w.
     """
 
     def __init__(
-        self, first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
-    ) -> None:
-        self.first, self.between = first, first.blocks((q, *ws), (k, *ws), gate)
+        self, first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate,
+        us: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.first, self.between = first, first.blocks((q, *(ws if us is None else us)), (k, *ws), gate)
         (self.qk, *q_row), *rows = self.between.scores
         # the n factors of a token are neighbours
         self.qw = _together([x.tril() for x in q_row], -1)
@@ -117,10 +119,11 @@ class RankOne:
 
 
 def rank_one_block(
-    first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
-) -> ClosedForm:
+    first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate,
+    us: Sequence[Tensor] | None = None,
+) -> ClosedForm:  # fmt: skip
     """The closed form of the block that :class:`RankOne` describes."""
-    return RankOne(first, q, k, ws, beta, gate).block()
+    return RankOne(first, q, k, ws, beta, gate, us).block()
 
 
 def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import Gate, Pair, Prune, get, register
+from attnzoo import Gate, Pair, Prune, get, register, register_part
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, Draws, GatePart, GateParts
+from attnzoo.algebra.gate import PARTS, Draws, GatePart
 from attnzoo.algebra.transitions import HeadGate, Transition
 from attnzoo.forgetting.cache import Network, Policy
 from attnzoo.forgetting.rules import Forgetting
@@ -24,7 +25,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences import products
-from attnzoo.registry import unregister
+from attnzoo.registry import unregister, unregister_part
 from attnzoo.testing import relative_error
 
 NAME = "shrink"
@@ -42,25 +43,16 @@ class Shrinks(Transition):
         return (1 - getattr(gate, NAME))[..., None] * state
 
 
-def add_field(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """``owner``, a frozen dataclass, gets a field of that name, as if it had been written there."""
-    wider = dataclass(frozen=True, eq=False)(type("Wider", (owner,), {"__annotations__": {name: Tensor}, name: None}))
-    for attribute in ("__init__", "__match_args__", "__dataclass_fields__"):
-        monkeypatch.setattr(owner, attribute, getattr(wider, attribute))
-    monkeypatch.setattr(owner, name, None, raising=False)
-
-
 @pytest.fixture
-def shrink(monkeypatch: pytest.MonkeyPatch) -> GatePart:
+def shrink() -> Iterator[GatePart]:
     """A declared part of each query head."""
-    for owner in (GateParts, Gate, HeadGate):
-        add_field(monkeypatch, owner, NAME)
     part = GatePart(
         "sₜ", ("B, T, H, K",), "in [0, 1]", lambda x, gate: "", lambda draws, shape: draws.uniform(shape), tex="s",
         matrix=lambda gate, heads: torch.diag_embed(1 - getattr(gate, NAME)), factor="Diag(1 - s_t)", letter="S",
     )  # fmt: skip
-    monkeypatch.setitem(PARTS, NAME, part)
-    return part
+    register_part(NAME, part)
+    yield part
+    unregister_part(NAME)
 
 
 def inputs(*heads: int) -> tuple[Tensor, Tensor, Tensor, Gate]:
