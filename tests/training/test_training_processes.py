@@ -36,7 +36,7 @@ def run(number, output_dir, *overrides):
             for pid in sorted(running, key=os.getpid().__eq__):  # itself last
                 os.kill(pid, signal.SIGKILL if killed else signal.SIGTERM)
 
-    killed = Path(output_dir).stem == "parts-killed"  # one of them, or both stopped
+    killed = Path(output_dir).stem.endswith("-killed")  # one of them, or both stopped
     new = (killed or Path(output_dir).stem == "stopped") and not Path(output_dir).exists()
     train(load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides]), on_row=stop)
 
@@ -72,6 +72,7 @@ RUNS = (
     "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
     "parts-whole", "|".join(["pure-two", *PURE]), "|".join(["shared", *SHARED]),
+    *2 * ("|".join(["shared-killed", *SHARED]),),
     "|".join(["shared-packed", *PACKED, *SHARED]), "|".join(["shared-task", *TASK, *SHARED]),
     "|".join(["shared-tied", FSDP, *TIED, *SHARED]),
 )  # fmt: skip
@@ -170,6 +171,7 @@ def runs(config_file):
     expected = {
         "stopped": [["-15", "-15"], ["0", "0"]],  # SIGTERM, then to the end
         "parts-killed": [["-9", "1"], ["0", "0"]],  # SIGKILL of one, which ends the other
+        "shared-killed": [["-9", "1"], ["0", "0"]],
     }
     for run, *both in zip((run.split("|")[0] for run in RUNS), *ends, strict=True):
         assert sorted(both) == (expected[run].pop(0) if run in expected else ["0", "0"]), (run, done.stderr)
@@ -214,6 +216,10 @@ def test_two_processes_train_a_task_as_one_does(runs):
 def test_two_processes_that_share_each_sequence_train_what_one_does(runs, run, one):
     """Packed documents, a task, a checkpoint of one process, parts of the model for each, recomputed blocks."""
     assert numbers(runs / run) == pytest.approx(numbers(runs / one), rel=1e-4)
+
+
+def test_a_process_that_waits_for_a_killed_one_ends_and_both_go_on_to_the_same_bits(runs):
+    assert numbers(runs / "shared-killed") == numbers(runs / "shared")
 
 
 def test_two_processes_train_weights_in_bfloat16_as_one_does(runs):
