@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+
+from attnzoo.parallel.collectives import gather
 
 
 class Fragment(NamedTuple):
@@ -169,6 +172,26 @@ class Fragments:
                 raise ValueError(f"x: expected {self.tokens} tokens along axis {dim}, got shape {tuple(x.shape)}")
         found = tuple(torch.cat([x.narrow(dim, row.start, row.size) for row in self.own], dim) for x in xs)
         return found[0] if len(found) == 1 else found
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole rows, on every rank, from this rank's; called by all of them. Its gradient is their sum."""
+        if self.ranks == 1:
+            return x
+        (pieces,), _ = self.of_all_tokens(x.movedim(dim, 0)[None])
+        return torch.cat(pieces, 1)[0].movedim(0, dim)
+
+    def of_all_tokens(self, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+        """Of each of this rank's ``rows [B, n, ...]``, those of each fragment in the order of the text, and the knot
+        for :func:`~attnzoo.parallel.collectives.tied`."""
+        most = max(map(self.count, range(self.ranks)))
+        padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows]
+        lengths = [[row.size for row in self.of_rank(rank)] for rank in range(self.ranks)]
+        gathered, knot = gather(self.group, self.ranks, *padded)
+        found = []
+        for x in gathered:
+            cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in zip(x.unbind(), lengths, strict=True)]
+            found.append([cuts[row.rank][self.slot(row)] for row in self.table])
+        return found, knot
 
     def cut(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """This rank's rows as its fragments.

@@ -20,7 +20,7 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.parallel.collectives import tied
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.pruned import Needed, allowed
-from attnzoo.parallel.rows import Rows, of_all_fragments, of_all_tokens
+from attnzoo.parallel.rows import Rows, of_all_fragments
 from attnzoo.recurrences.products import transition_of
 
 
@@ -77,7 +77,7 @@ def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fra
         found, knot = needed.send(*sent)
         options = replace(options, prune=allowed(options.prune))
     else:
-        found, knot = of_all_tokens(fragments, *sent)
+        found, knot = fragments.of_all_tokens(*sent)
     knots, all_totals = [knot], None
     if totals is not None:
         (all_totals,), knot = of_all_fragments(fragments, totals)

@@ -59,16 +59,3 @@ def of_all_fragments(fragments: Fragments, *kinds: Sequence[Tensor]) -> tuple[li
     stacked = [F.pad(torch.stack(list(xs)), (0, 0) * xs[0].ndim + (0, slots - len(xs))) for xs in kinds]
     found, knot = gather(fragments.group, fragments.ranks, *stacked)
     return [[x[row.rank, fragments.slot(row)] for row in fragments.table] for x in found], knot
-
-
-def of_all_tokens(fragments: Fragments, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-    """Of each of this rank's ``rows [B, n, ...]``, those of each fragment in the order of the text, and the knot."""
-    most = max(map(fragments.count, range(fragments.ranks)))
-    padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows]
-    lengths = [[row.size for row in fragments.of_rank(rank)] for rank in range(fragments.ranks)]
-    gathered, knot = gather(fragments.group, fragments.ranks, *padded)
-    found = []
-    for x in gathered:
-        cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in zip(x.unbind(), lengths, strict=True)]
-        found.append([cuts[row.rank][fragments.slot(row)] for row in fragments.table])
-    return found, knot
