@@ -58,8 +58,8 @@ def _plan(given: FoxOperands, *, backward: bool = True, **asked: bool) -> Plan:
     return chosen
 
 
-def row_gates(given: FoxOperands, valid: Some = None) -> RowGates:
-    """Gate sums and first keys of a call whose gates are not summed yet."""
+def row_gates(given: FoxOperands, valid: Some = None, *, search: bool = True) -> RowGates:
+    """Gate sums and first keys of a call whose gates are not summed yet; ``search`` for what pruning leaves out."""
     k, log_decay, options = given.k, given.log_decay, given.options
     S = k.shape[1]
     doc = segment_starts(options.cu_seqlens, S)
@@ -75,10 +75,13 @@ def row_gates(given: FoxOperands, valid: Some = None) -> RowGates:
     if valid is not None and options.window > 0:
         first = _later(first, window_starts(valid, options.window).int()[:, None])
     rows = RowGates(c, base, first)
-    return rows._replace(first_computed=prune_starts(given, rows, tails, valid)) if _searched(given) else rows
+    if not (search and options.bound):
+        return rows
+    return rows._replace(first_computed=prune_starts(given, rows, tails, valid))
 
 
 def _searched(given: FoxOperands) -> bool:
+    """Whether attention looks for what pruning leaves out."""
     return searched(given.k.shape[1], given.options.bound, machine(given.q.device))
 
 
@@ -92,7 +95,7 @@ def _forward(x: FoxForward) -> Attended:
     chosen = _plan(given, needs_gate_grad=x.needs_gate_grad, deterministic=x.deterministic)
     q, v = given.q, given.v
     with on_device_of(q):
-        rows = row_gates(given)
+        rows = row_gates(given, search=_searched(given))
         o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
         o, lse = launcher(FORWARD[chosen.forward])(given, rows, chosen, o_rest=o_rest)
         natural = row_lse(lse, given.log_decay, rows, given.k.shape[1]) if x.return_lse else None
@@ -121,7 +124,7 @@ def _infer(x: FoxInference) -> FoxInferred:
     chosen = _plan(given, masked=valid is not None, backward=False)
     with on_device_of(given.q):
         if x.sums is None:
-            rows = row_gates(given, valid)
+            rows = row_gates(given, valid, search=_searched(given))
         else:  # a gate per token, already summed
             given = given._replace(log_decay=x.sums.c.new_empty(1, 1, 1))
             rows = _kept_gates(given, x.sums, valid, chosen.splits_keys)
