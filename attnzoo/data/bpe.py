@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from attnzoo.data.sources import BYTES
@@ -57,3 +60,79 @@ def _with_bounded_words(texts: Iterable[str]) -> Iterator[str]:
     if cuts:
         text = "words of %d characters and more, such as %r...: the tokenizer is trained on %d parts of them"
         logger.warning(text, WORD, first[:24], cuts)
+
+
+GPT2_END = "<|endoftext|>"  # of GPT-2's files, the last token
+GPT2_SIZE = 50_257
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # names in transformers, and the authors'
+
+
+def gpt2_files(path: Path) -> tuple[Path, Path] | None:
+    """The files of a vocabulary and its merges in a folder, as GPT-2 is published; None where there are none."""
+    pairs = [(path / vocabulary, path / merges) for vocabulary, merges in GPT2_FILES]
+    return next((pair for pair in pairs if pair[0].is_file() and pair[1].is_file()), None)
+
+
+def gpt2_tokenizer(path: Path) -> Any:
+    """GPT-2's tokenizer, of tokenizers, from a folder with its two files, or from a file of tiktoken (`r50k_base`).
+
+    Raises:
+        ValueError: a file that cannot be read, or holds more tokens than GPT-2 has, and so another way to cut words.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        if path.is_file():
+            model = models.BPE(*_of_ranks(_ranks(path)))
+        else:
+            vocabulary, merges = (str(file) for file in gpt2_files(path) or ())
+            model = models.BPE.from_file(vocabulary, merges)
+    except Exception as error:  # tokenizers has no error class
+        raise ValueError(f"tokenizer: {str(path)!r} cannot be read: {error}") from error
+    tokenizer = Tokenizer(model)
+    if (count := tokenizer.get_vocab_size()) > GPT2_SIZE:
+        raise ValueError(
+            f"tokenizer: expected GPT-2's {GPT2_SIZE} tokens or fewer, got {count} in {str(path)!r}, "
+            "whose words are cut otherwise; its tokenizer.json says how"
+        )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(GPT2_END, special=True, normalized=False)])
+    return tokenizer
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """Tokens and their numbers, of a file of tiktoken: a line for each, with the token in base 64."""
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def _of_ranks(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and the merges of tiktoken's tokens, of which each joins the two that its bytes come to before."""
+
+    def shown(token: bytes) -> str:
+        return "".join(map(shown_byte, token))
+
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            at = min(range(len(joined)), key=joined.__getitem__)
+            if joined[at] >= rank:
+                raise ValueError(f"token {rank} is no two tokens of smaller numbers")
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((shown(parts[0]), shown(parts[1])))
+    return {shown(token): rank for token, rank in ranks.items()}, merges
+
+
+def shown_byte(byte: int) -> str:
+    """The character for a byte in GPT-2's byte-level pre-tokenizer."""
+    return _SHOWN[byte]
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(BYTES) if byte not in _PRINTED]
+_SHOWN = [chr(byte if byte in _PRINTED else 256 + _OTHERS.index(byte)) for byte in range(BYTES)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from attnzoo.data.bpe import END, train_bpe
+from attnzoo.data.bpe import END, GPT2_END, gpt2_files, gpt2_tokenizer, shown_byte, train_bpe
 from attnzoo.data.config import check_pattern
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
@@ -147,7 +147,7 @@ def byte_tokenizer() -> Any:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {END if byte == DOCUMENT_END else _shown(byte): byte for byte in range(BYTES)}
+    vocabulary = {END if byte == DOCUMENT_END else shown_byte(byte): byte for byte in range(BYTES)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=END))
     tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -166,12 +166,6 @@ def byte_tokens(text: str) -> list[int]:
 def text_of_bytes(tokens: Iterable[int]) -> str:
     """The text of byte tokens, without ends of documents and tokens that are no bytes."""
     return decode(token for token in tokens if token != DOCUMENT_END and token < BYTES)
-
-
-def _shown(byte: int) -> str:
-    """The character for a byte in GPT-2's byte-level pre-tokenizer."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte if byte in printed else 256 + [b for b in range(BYTES) if b not in printed].index(byte))
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
@@ -195,11 +189,15 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     """The files of a tokenizer.
 
     Args:
-        path: a `tokenizer.json`, or a folder that holds one and perhaps its settings.
+        path: a `tokenizer.json`, or a folder that holds one and perhaps its settings; or GPT-2's, as a folder with
+            `vocab.json` and `merges.txt`, or as tiktoken's file.
 
     Raises:
         FileNotFoundError: no tokenizer.
     """
+    if path.suffix == ".tiktoken" or (not (path / TOKENIZER).is_file() and gpt2_files(path)):
+        made = gpt2_tokenizer(path)
+        return {TOKENIZER: made.to_str(pretty=True).encode(), SETTINGS: _settings(GPT2_END)}
     if path.is_file():
         return {TOKENIZER: path.read_bytes()}
     if not (path / TOKENIZER).is_file():
