@@ -6,7 +6,9 @@ name. `load_config` serves any dataclass, so that other commands can nest `Train
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -99,7 +101,7 @@ def load_config(
         _keep_tokens(path, layers)
     if _type_at(schema, "model") is ModelConfig:
         _swap_variants(layers)
-    merged = OmegaConf.structured(schema)
+    merged = copy.deepcopy(_defaults(schema))
     for origin, key, layer in layers:
         try:
             missing = ", ".join(sorted(OmegaConf.missing_keys(layer)))
@@ -120,6 +122,17 @@ def load_config(
         raise ValueError(_value_error(error)) from error
     except ValueError as error:  # __post_init__ of a section names its field without the section
         raise ValueError(f"{_section(merged, str(error))}{error}") from error
+
+
+_types = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _defaults(schema: type[Any]) -> Any:
+    """A schema's defaults, as an OmegaConf object of which each configuration begins as a copy."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
 
 
 def _read_yaml(path: Path, schema: type[Any]) -> Any:
@@ -180,7 +193,7 @@ def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], pa
     Args:
         path: an override's dotted key; a mapping of which it sets one entry is not replaced.
     """
-    types, there = typing.get_type_hints(schema), dict(merged.items_ex(resolve=False))
+    types, there = _types(schema), dict(merged.items_ex(resolve=False))
     for key, value in given.items():
         inner = path[1:] if path[:1] == [key] else []
         if not isinstance(value, Mapping) or not isinstance(there.get(key), MutableMapping):
@@ -240,7 +253,7 @@ def _swap_variants(layers: Sequence[tuple[str, str, Any]]) -> None:
 def _type_at(schema: Any, key: str) -> Any:
     """The schema's type of a dotted key; None inside a free mapping and for unknown keys."""
     for name in key.split("."):
-        schema = typing.get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+        schema = _types(schema).get(name) if dataclasses.is_dataclass(schema) else None
     return schema
 
 
@@ -276,7 +289,7 @@ def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
     """Raise for keys that the schema lacks; OmegaConf checks the values."""
-    types = typing.get_type_hints(schema)
+    types = _types(schema)
     for key, value in given.items():
         if key not in types:
             known = [f"{prefix}{name}" for name in types]
@@ -297,7 +310,7 @@ def _value_error(error: Exception) -> str:
     """The error for a value that OmegaConf refused, with the expected kind where the field has one."""
     key, name = getattr(error, "full_key", None), str(getattr(error, "key", None))
     section = getattr(error, "object_type", None)
-    field = typing.get_type_hints(section).get(name) if dataclasses.is_dataclass(section) else None
+    field = _types(section).get(name) if dataclasses.is_dataclass(section) else None
     kinds = (typing.get_origin(field) or field, *typing.get_args(field))  # int | None has int among its arguments
     kind = next((KINDS[kind] for kind in kinds if kind in KINDS), None)
     if kind is None:
