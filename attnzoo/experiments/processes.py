@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from multiprocessing import connection, get_context
 from typing import Any
 
-import torch
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch when it is imported
 
 
 def run_tasks(
@@ -92,11 +91,18 @@ class _Worker:
     """A process that runs the tasks it is sent, one after the other."""
 
     def __init__(self, gpu: int, alone: bool) -> None:
+        import torch
+
         self.gpu, self.ended = gpu, False
         context = get_context("spawn")
         self.channel, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, torch.get_num_threads()))
-        with _environment(VISIBLE, _visible(gpu), anew=True) if alone else nullcontext():
+        self.process = context.Process(target=_work, args=(theirs,))
+        own = dict.fromkeys(THREADS, str(torch.get_num_threads()))
+        if alone:
+            own[VISIBLE] = _visible(gpu)
+        with ExitStack() as stack:
+            for name, value in own.items():
+                stack.enter_context(_environment(name, value, anew=True))
             self.process.start()
         theirs.close()
 
@@ -119,9 +125,7 @@ class _Lines(io.TextIOWrapper):
         return False
 
 
-def _work(channel: connection.Connection, threads: int) -> None:
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+def _work(channel: connection.Connection) -> None:
     sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     with open(os.devnull, "w") as sys.stdout:
         try:

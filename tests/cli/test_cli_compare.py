@@ -6,7 +6,6 @@ import html
 import json
 import os
 import pickle
-import signal
 import threading
 import time
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_tasks
 import yaml
 from command_line import assert_refused
 from rich.console import Console
@@ -81,7 +81,7 @@ def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
 
 def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    tasks = {"done": partial(_done_when_told_to_stop, ready), "third": partial(_fails_after, ready)}
+    tasks = {"done": partial(tiny_tasks.done_when_told_to_stop, ready), "third": partial(tiny_tasks.fails_after, ready)}
     ended = threading.Event()
 
     def run() -> None:
@@ -95,7 +95,10 @@ def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> No
 
 def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    tasks = {name: partial(_note, seen, name, seconds) for name, seconds in (("c", 0), ("a", 1), ("b", 0), ("d", 0))}
+    tasks = {
+        name: partial(tiny_tasks.note, seen, name, seconds)
+        for name, seconds in (("c", 0), ("a", 1), ("b", 0), ("d", 0))
+    }
     done = list(processes.run_tasks(tasks, 2, after={"c": ["a", "b"]}))
     assert sorted(done) == ["a", "b", "c", "d"]
     assert done.index("c") > max(done.index("a"), done.index("b"))
@@ -118,37 +121,17 @@ def test_processes_are_spread_over_the_gpus_that_this_one_sees(tmp_path: Path, m
     for given, expected in (("", ["0", "1"]), ("5,GPU-7", ["5", "GPU-7"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         seen.write_text("")
-        tasks = {name: partial(_note_gpu, seen, 1.0) for name in "abcd"}
+        tasks = {name: partial(tiny_tasks.note_variable, seen, "CUDA_VISIBLE_DEVICES", 0.5) for name in "abcd"}
         assert sorted(processes.run_tasks(tasks, 4, gpus=2)) == list("abcd")
         assert sorted(seen.read_text().split()) == sorted(2 * expected)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == given
 
 
-def _note_gpu(seen: Path, seconds: float) -> None:
-    with open(seen, "a") as file:
-        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\n")
-    time.sleep(seconds)
-
-
-def _done_when_told_to_stop(ready: Path) -> None:
-    """As a training whose last step is under way when it is told."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    ready.touch()
-    while not told:
-        time.sleep(0.01)
-
-
-def _fails_after(ready: Path) -> None:
-    while not ready.exists():
-        time.sleep(0.01)
-    raise ValueError("it failed")
-
-
-def _note(path: Path, name: str, seconds: float) -> None:
-    time.sleep(seconds)
-    with path.open("a") as file:
-        file.write(f"{name} {os.getpid()}\n")
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_processes_have_as_many_threads_as_this_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    list(processes.run_tasks({"a": partial(tiny_tasks.note_variable, tmp_path / "seen", name, 0)}, 1))
+    assert (tmp_path / "seen").read_text() == "3\n"
 
 
 def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:
