@@ -28,6 +28,10 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     quicken()
 
+# What their tests share takes half a minute to prepare. A worker without work takes the last tests of another: were
+# these the last, several workers would prepare it.
+FIRST = ("test_training_processes.py", "test_training_kill.py")
+
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
 settings.register_profile("quick", max_examples=2, derandomize=True, database=None, **_COMMON)
@@ -44,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     out = set(left_out(items))
     config.hook.pytest_deselected(items=list(out))
-    items[:] = [item for item in items if item not in out]
+    items[:] = sorted((item for item in items if item not in out), key=lambda item: item.path.name not in FIRST)
     here = torch.cuda.is_available()
     missing = importlib.util.find_spec("fla") is None
     for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def import_all(config: TrainConfig) -> None:
     model = LanguageModel(config.model)
     build_optimizer(model, config.optimizer)
     model(torch.zeros(1, 4, dtype=torch.int64))
+    gc.collect()
+    gc.freeze()  # each training collects garbage: not in all that was imported
 
 
 def start_child(work: Callable[[], object]) -> int:
@@ -43,6 +46,8 @@ def start_child(work: Callable[[], object]) -> int:
             status = 0
         except KeyboardInterrupt:
             status = 130
+        except SystemExit as ended:
+            status = int(ended.code or 0)
         finally:
             sys.stderr.flush()
             os._exit(status)

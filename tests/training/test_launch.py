@@ -1,15 +1,18 @@
 """Processes that `attnzoo train --processes` starts: what one of them says, and nothing else, is what a user reads."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import tiny_runs
-from tiny_processes import environment
+from accelerate.state import AcceleratorState
+from tiny_processes import end_of, environment, in_child, start_child
 
 from attnzoo import cli
 from attnzoo.config import to_yaml
@@ -94,19 +97,25 @@ def test_processes_that_cannot_be_are_refused(monkeypatch):
         check_processes(2, "cpu")
 
 
-def test_a_launcher_that_is_stopped_stops_its_processes(tmp_path):
-    root = os.path.dirname(os.path.dirname(cli.__file__))
+def test_a_launcher_that_is_stopped_stops_its_processes(tmp_path, capfd):
     work = f"import os, time; open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(str(os.getpid())); "
-    own = f"import sys; sys.path.insert(0, {root!r}); from attnzoo.training.launch import launch; "
-    own += f"launch([sys.executable, '-c', {work + 'time.sleep(60)'!r}], 2)"
-    with subprocess.Popen([sys.executable, "-c", own], env=environment(), stderr=subprocess.PIPE, text=True) as started:
-        while len([path for path in tmp_path.iterdir() if path.stat().st_size]) < 2:
-            assert started.poll() is None, started.stderr.read()
-            time.sleep(0.05)
-        started.send_signal(signal.SIGTERM)
-        said = started.stderr.read()
-        assert "KeyboardInterrupt: stopped by SIGTERM" in said.splitlines()
-        assert "death signal" not in said  # of torch's own log
+
+    def launch_until_stopped():
+        try:
+            launch([sys.executable, "-c", work + "time.sleep(60)"], 2)
+        except KeyboardInterrupt as stopped:
+            print("interrupted:", stopped, file=sys.stderr)
+            raise
+
+    child = start_child(launch_until_stopped)
+    while len([path for path in tmp_path.iterdir() if path.stat().st_size]) < 2:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), capfd.readouterr().err
+        time.sleep(0.05)
+    os.kill(child, signal.SIGTERM)
+    assert end_of(child) == 130
+    said = capfd.readouterr().err
+    assert "interrupted: stopped by SIGTERM" in said.splitlines()
+    assert "death signal" not in said  # of torch's own log
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
@@ -142,47 +151,56 @@ def test_an_error_of_one_of_several_processes_is_one_line_with_its_number(error,
     assert f'"message": "{expected}"' in (tmp_path / "error.json").read_text()
 
 
-def test_processes_train_and_refuse_in_one_line(tmp_path):
-    small = ["train", "tiny", "device=cpu", f"output_dir={tmp_path / 'run'}", "steps=3", "optimizer.warmup_steps=1"]
-    words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
-    done = subprocess.run([*words, "batch_size=3"], env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("attnzoo: batch_size=3 does not divide evenly among 2 processes")
-    assert done.stderr.count("\n") == 1
-    done = subprocess.run([*words, "batch_size=4"], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("run: ") == 1
-    words = [word.replace(str(tmp_path / "run"), str(tmp_path / "again")) for word in words]
-    again = [*words, "batch_size=4", f"start_from={tmp_path / 'run'}"]
-    done = subprocess.run(again, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("weights from") == 1  # by the first process alone
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """A command in this process, which may start others: its exit status, and what all of them print."""
+    for name, value in {**environment(), "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+
+    def command(*words):
+        monkeypatch.setattr(sys, "argv", ["attnzoo", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return command
 
 
-def test_processes_share_a_cpu_where_there_is_no_gpu(tmp_path):
-    """`device=auto` is the CPU then, for all of them together."""
-    small = ["train", "tiny", f"output_dir={tmp_path / 'run'}", "steps=2", "optimizer.warmup_steps=1", "batch_size=2"]
-    words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
-    done = subprocess.run(words, env={**environment(), "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("run: ") == 1
+def test_processes_train_and_refuse_in_one_line(tmp_path, command):
+    """On a CPU together: where there is no GPU, `device=auto` is that."""
+    small = ["train", "tiny", "steps=3", "optimizer.warmup_steps=1"]
+    first, again = (f"output_dir={tmp_path / name}" for name in ("run", "again"))
+    code, out, err = command(*small, first, "batch_size=3", "--processes", "2")
+    assert (code, out) == (2, "")
+    assert err.startswith("attnzoo: batch_size=3 does not divide evenly among 2 processes")
+    assert err.count("\n") == 1
+    code, _, err = command(*small, first, "batch_size=4")
+    assert code == 0, err
+    code, out, err = command(*small, again, "batch_size=4", f"start_from={tmp_path / 'run'}", "--processes", "2")
+    assert code == 0, err
+    assert out == f"run: {tmp_path / 'again'}\n"  # by the first process alone, as are the lines of the log
+    assert err.count("weights from") == 1
 
 
-def test_processes_that_the_environment_names_and_nobody_starts_are_said_and_waited_for_a_while(tmp_path):
+def test_processes_that_the_environment_names_and_nobody_starts_are_said_and_waited_for_a_while(
+    tmp_path, monkeypatch, capfd
+):
     tiny_runs.write_text(tmp_path)
-    script = "import datetime, sys; from attnzoo.training import launch\n"
-    script += "launch.PATIENCE = datetime.timedelta(seconds=3); from attnzoo import cli; cli.main()"
-    words = ["train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path / 'run'}"]
     (tmp_path / "config.yaml").write_text(to_yaml(tiny_runs.config_of(tmp_path)))
+    monkeypatch.setattr("attnzoo.training.launch.PATIENCE", timedelta(seconds=1.2))
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path}/run"])
     left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *words],
-        env={**environment(), **left},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 2, ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert "RANK=0 and WORLD_SIZE=2 are set: this process waits for the others, at most 0.05 minutes" in ran.stderr
-    assert "the other processes have not come in 0.05 minutes; unset RANK and WORLD_SIZE" in ran.stderr.splitlines()[-1]
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+
+    def train_as_a_new_process():
+        AcceleratorState._reset_state(reset_partial_state=True)  # of trainings before, in this process
+        logging.getLogger().handlers.clear()
+        cli.main()
+
+    ended = in_child(train_as_a_new_process)
+    said = capfd.readouterr().err
+    assert ended == 2, said
+    assert "Traceback" not in said
+    assert "RANK=0 and WORLD_SIZE=2 are set: this process waits for the others, at most 0.02 minutes" in said
+    assert "the other processes have not come in 0.02 minutes; unset RANK and WORLD_SIZE" in said.splitlines()[-1]

@@ -6,18 +6,16 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import tiny_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_processes import environment
 from tiny_runs import StoppedError, numbers, outcome, said, stop_at
 
 from attnzoo.config import Extension, OptimizerConfig, load_config
-from attnzoo.training import CheckpointError, extend, load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training import CheckpointError, extend, load_run, newest_checkpoint, train
 from attnzoo.training.optimizer import learning_rate
 
 
@@ -197,14 +195,13 @@ def test_the_command_extends_and_goes_on(finished):
     assert progress["step"] == 12
 
 
-def test_two_processes_extend_a_run_as_one_does(finished):
-    configs = [finished(run=run) for run in ("one", "two")]
-    for processes, config in enumerate(configs, 1):
-        words = ["extend", config.output_dir, "--steps=11", "--schedule=constant", "--lr=0.01", "--warmup-steps=2"]
-        command = [sys.executable, "-m", "attnzoo", *words, f"--processes={processes}"]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"run: {config.output_dir}\n"), done.stderr
-    one, two = (read_metrics(config.output_dir) for config in configs)
-    assert [row["step"] for row in two] == [row["step"] for row in one]
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
-    assert one[-1]["step"] == 11
+def test_several_processes_are_given_the_command_of_one(finished, monkeypatch):
+    from click.testing import CliRunner
+
+    from attnzoo.cli import app
+
+    config, given = finished(), []
+    monkeypatch.setattr("attnzoo.training.launch.launch", lambda *arguments: given.append(arguments))
+    words = ["extend", config.output_dir, "--steps=11", "--schedule=constant", "--lr=0.01", "--warmup-steps=2"]
+    assert CliRunner().invoke(app, [*words, "--processes=2"]).exit_code == 0
+    assert given == [([sys.executable, "-m", "attnzoo", *words], 2)]

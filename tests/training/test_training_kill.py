@@ -9,11 +9,12 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import tiny_runs
-from tiny_processes import environment, import_all, in_child
+from tiny_processes import end_of, environment, import_all, in_child, start_child
 from tiny_runs import outcome
 
 STEPS = 12
@@ -123,6 +124,26 @@ def train_in_small_files(folder: Path) -> None:
         (folder / ("refused" if "could not write the checkpoint of step 4" in str(error) else "other")).touch()
 
 
+def kill_from_outside(folder: Path) -> str:
+    """How the process ended and how the next one did, and how many rows the first has left."""
+    from attnzoo.training import train
+
+    reader, writer = os.pipe()
+
+    def wait_at_step_6(row):
+        if row["step"] == 6:
+            os.write(writer, b"6")
+            time.sleep(600)
+
+    child = start_child(lambda: train(config_of(folder, "outside"), on_row=wait_at_step_6))
+    os.close(writer)
+    assert os.read(reader, 1) == b"6"
+    os.kill(child, signal.SIGKILL)
+    killed = end_of(child)
+    rows = (folder / "outside" / "metrics.jsonl").read_bytes().count(b"\n")
+    return f"{killed} {in_child(lambda: train(config_of(folder, 'outside')))} {rows}"
+
+
 def main(folder: Path) -> None:
     from attnzoo.training import load_run, newest_checkpoint, train
 
@@ -139,6 +160,7 @@ def main(folder: Path) -> None:
         report(folder, name, [killed, in_child(lambda name=name: check_and_train(name))])
     in_child(lambda: train_in_small_files(folder))
     report(folder, "small-files", in_child(lambda: train(config_of(folder, "small-files"))))
+    report(folder, "outside", kill_from_outside(folder))
 
 
 @pytest.fixture(scope="module")
@@ -169,25 +191,9 @@ def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_run(folder):
 
 
 def test_a_process_killed_from_outside_goes_on_to_the_same_bits(folder):
-    from attnzoo.training import train
-
-    config = config_of(folder, "outside")
-    metrics = folder / "outside" / "metrics.jsonl"
-    program = (
-        "import sys, torch; torch.set_num_threads(1); from pathlib import Path; "
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        "from test_training_kill import config_of; from attnzoo.training import train; "
-        # says that it has come to step 6, and waits there
-        "on_row = lambda row: row['step'] == 6 and (print(6, flush=True), sys.stdin.read()); "
-        f"train(config_of(Path({str(folder)!r}), 'outside'), on_row=on_row)"
-    )
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", program], env=environment(), **streams, text=True) as process:
-        assert process.stdout.readline() == "6\n", process.communicate()[1]
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert 6 <= metrics.read_bytes().count(b"\n") < STEPS
-    train(config)
+    *ends, rows = (folder / "outside.report").read_text().split()
+    assert ends == [f"{-signal.SIGKILL}", "0"]
+    assert 6 <= int(rows) < STEPS
     assert outcome(folder / "outside") == outcome(folder / "reference")
 
 

@@ -1,7 +1,7 @@
 """Several processes train what one process trains, each with a copy of the model or with a part of it."""
 
 import contextlib
-import os
+import json
 import random
 import shutil
 import socket
@@ -10,20 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_processes import environment
 
-# Each run has a child of its own in every worker: what is imported once serves all, and a killed run ends no launch.
+# Each run has a pair of children: what is imported once serves all of them, and a killed run ends no other.
 PROGRAM = """
-import os, signal, sys, torch
+import json, os, signal, sys, torch
 from pathlib import Path
-import accelerate
-import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
+import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 from attnzoo.config import load_config
-from attnzoo.training import train
-torch.set_num_threads(1)
+from attnzoo.training import extend, train
+from tiny_processes import end_of, import_all, start_child
 
-def run(number, output_dir, *overrides):
-    # the processes of each run find one another anew, by a store of their own
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": os.environ["PORTS"].split()[number]}
+def run(output_dir, *overrides):
+    name = Path(output_dir).stem
     pids = Path(output_dir).with_suffix(".pids")
     pids.mkdir(exist_ok=True)
     (pids / os.environ["RANK"]).write_text(str(os.getpid()))
@@ -36,23 +35,24 @@ def run(number, output_dir, *overrides):
             for pid in sorted(running, key=os.getpid().__eq__):  # itself last
                 os.kill(pid, signal.SIGKILL if killed else signal.SIGTERM)
 
-    killed = Path(output_dir).stem.endswith("-killed")  # one of them, or both stopped
-    new = (killed or Path(output_dir).stem == "stopped") and not Path(output_dir).exists()
-    train(load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides]), on_row=stop)
+    killed = name.endswith("-killed")  # one of them, or both stopped
+    new = (killed or name == "stopped") and not Path(output_dir).exists()
+    if name == "extended":
+        config = extend(output_dir, 9, "constant", lr=0.004, warmup_steps=2)
+    else:
+        config = load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides])
+    train(config, on_row=stop)
 
+import_all(load_config(sys.argv[1]))
+os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}
 ends = []
-for number, (output_dir, *overrides) in enumerate(argument.split("|") for argument in sys.argv[2:]):
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            run(number, output_dir, *overrides)
-            status = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-Path(sys.argv[1]).with_name("ends" + os.environ["RANK"]).write_text(" ".join(map(str, ends)))
+for port, run_words in zip(os.environ["PORTS"].split(), sys.argv[2:], strict=True):
+    children = []
+    for rank in "01":
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        children.append(start_child(lambda: run(*run_words.split("|"))))
+    ends.append([end_of(child) for child in children])
+Path(sys.argv[1]).with_name("ends").write_text(json.dumps(ends))
 """
 
 
@@ -69,7 +69,8 @@ PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
 SHARED = ("context_parallel=2", "gradient_accumulation=4")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
-    "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
+    "two", "one-two", "extended", "stopped", "stopped",
+    "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
     "parts-whole", "|".join(["pure-two", *PURE]), "|".join(["shared", *SHARED]),
     *2 * ("|".join(["shared-killed", *SHARED]),),
@@ -88,21 +89,19 @@ def free_ports(count: int) -> str:
     return " ".join(found)
 
 
-def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs one after another, after the file of their configuration: each is `FOLDER|KEY=VALUE|...`."""
-    root = str(Path(__file__).resolve().parents[2])
-    folder = Path(arguments[0]).parent
-    (folder / "program.py").write_text(PROGRAM)
-    # On CPUs, accelerate takes the processes of torchrun; its own launcher would start one.
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *launcher, str(folder / "program.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PORTS": free_ports(len(arguments) - 1)},
+def run_all(config_file: Path) -> str:
+    """Every run in two processes, one run after another, and what they say."""
+    (config_file.parent / "program.py").write_text(PROGRAM)
+    words = [str(config_file.parent / run) for run in RUNS]
+    done = subprocess.run(
+        [sys.executable, str(config_file.parent / "program.py"), str(config_file), *words],
+        env={**environment(), "PORTS": free_ports(len(RUNS))},
         capture_output=True,
         text=True,
         timeout=580,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +138,14 @@ def runs(config_file):
     whose two processes were `stopped` by SIGTERM after step 5 and started again, and those of one and two processes on
     packed documents and on a task, in parts of one row.
 
+    Two went on in `extended` for longer than the one of `one`, as one did in `one-extended`.
+
     Two processes shared the model in `parts`, in `parts-killed`, of which one was killed and which went on, in
     `parts-tied`, which one process began with other settings, and in `parts-bf16`. They each had a copy in
     `parts-whole`, which began with a sharded checkpoint of one process, and in `pure-two`, with weights in bfloat16.
     """
     from attnzoo.config import load_config
-    from attnzoo.training import train
+    from attnzoo.training import extend, train
 
     folder = config_file.parent
     alone = {
@@ -158,6 +159,9 @@ def runs(config_file):
     }
     for name, overrides in alone.items():
         train(load_config(config_file, [f"output_dir={folder / name}", *overrides]))
+    for name in ("extended", "one-extended"):
+        shutil.copytree(folder / "one", folder / name)
+    train(extend(folder / "one-extended", 9, "constant", lr=0.004, warmup_steps=2))
     for name, began in {
         "one-two": "one",
         "parts-tied": "one-tied",
@@ -165,16 +169,15 @@ def runs(config_file):
         "parts-whole": "one-parts",
     }.items():
         cut_back(folder / began, folder / name)
-    done = launch(2, str(config_file), *(str(folder / run) for run in RUNS))
-    assert done.returncode == 0, done.stderr
-    ends = [(folder / f"ends{rank}").read_text().split() for rank in range(2)]
+    said = run_all(config_file)
     expected = {
-        "stopped": [["-15", "-15"], ["0", "0"]],  # SIGTERM, then to the end
-        "parts-killed": [["-9", "1"], ["0", "0"]],  # SIGKILL of one, which ends the other
-        "shared-killed": [["-9", "1"], ["0", "0"]],
+        "stopped": [[-15, -15], [0, 0]],  # SIGTERM, then to the end
+        "parts-killed": [[-9, 1], [0, 0]],  # SIGKILL of one, which ends the other
+        "shared-killed": [[-9, 1], [0, 0]],
     }
-    for run, *both in zip((run.split("|")[0] for run in RUNS), *ends, strict=True):
-        assert sorted(both) == (expected[run].pop(0) if run in expected else ["0", "0"]), (run, done.stderr)
+    for words, both in zip(RUNS, json.loads((folder / "ends").read_text()), strict=True):
+        run = words.split("|")[0]
+        assert sorted(both) == (expected[run].pop(0) if run in expected else [0, 0]), (run, said)
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder
@@ -250,6 +253,15 @@ def test_one_process_goes_on_where_two_stopped(runs, config_file):
     train(load_config(config_file, [f"output_dir={runs / 'two-one'}"]))
     assert numbers(runs / "two-one", after=4) == pytest.approx(numbers(runs / "two", after=4), rel=1e-4)
     load_run(runs / "two-one")
+
+
+def test_two_processes_extend_a_run_as_one_does(runs):
+    from attnzoo.training import read_metrics
+
+    one, two = (read_metrics(runs / run) for run in ("one-extended", "extended"))
+    assert [row["step"] for row in two] == [row["step"] for row in one]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    assert one[-1]["step"] == 9
 
 
 def test_two_processes_stopped_by_sigterm_go_on_to_the_same_bits(runs):
