@@ -75,7 +75,7 @@ def command(rng, world):
         [
             ["list"],
             ["show", name],
-            ["verify", name, "--seed", "3"] if rng.random() < 0.1 else ["verify", "--seed", "x"],
+            ["verify", name, "--examples", "1", "--seed", "3"] if rng.random() < 0.1 else ["verify", "--seed", "x"],
             train_words,
             train_words + odd,
             train_words + odd,
