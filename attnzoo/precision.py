@@ -34,7 +34,7 @@ class PreciseModule(nn.Module):
 
     @property
     def precise(self) -> tuple[str, ...]:
-        """The names of its tensors that are never rounded."""
+        """The names of the module's tensors that ``.to(dtype)`` never rounds."""
         return tuple(self._least)
 
     def keep(

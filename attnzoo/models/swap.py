@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Unfilled(TorchFunctionMode):
-    """Tensors get no first values: on the meta device, where there are none, most of a layer's time goes into them."""
+    """A torch function mode that leaves out ``torch.nn.init``.
+
+    On the meta device tensors have no values, and most of the time of making a layer would go there.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", "") == "torch.nn.init":

@@ -232,7 +232,7 @@ def _packing(case: Case) -> Errors:
 
 
 def _without(option: str, *forms: str) -> Callable[[Variant], str]:
-    """That a variant lacks the option in all its forms, or in those that are named."""
+    """A function of a variant: the reason why a law does not apply where no form (of those named) takes the option."""
 
     def refuses(variant: Variant) -> str:
         asked = forms or tuple(reference_forms(variant))

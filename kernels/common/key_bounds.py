@@ -64,7 +64,7 @@ def key_bounds_kernel(p_since, p_start, p_end, p_full, p_open, p_cut, T, S, n_st
 
 
 class KeyBounds(NamedTuple):
-    """The same boundaries seen from the keys, [B, H, ceil(S / KEY_UNIT)] int32.
+    """The rows that see each unit of KEY_UNIT keys, as borders [B, H, ceil(S / KEY_UNIT)] int32.
 
     Attributes:
         end: rows from here on see nothing of the unit.

@@ -82,7 +82,7 @@ def path_step(
 
 
 def path_carry(carried: CarriedPages) -> None:
-    """``path_pages.paged_path_carry`` in kernels."""
+    """Carry the open pages of a step to its token, in place: ``path_pages.paged_path_carry`` by kernels."""
     with on_device_of(carried.state.table.table):
         walk_and_carry(carried, None, FAR, 16)
 

@@ -35,11 +35,11 @@ class HeadGroup:
     @overload
     def rows(self, x: None) -> None: ...
     def rows(self, x: Tensor | None) -> Tensor | None:
-        """HeadGroup of x [B, H, ...]; [1, 1, T] is shared by all."""
+        """The part of x [B, H, ...] that belongs to this group; all groups share an x [1, 1, T]."""
         return x if x is None or x.shape[:2] == (1, 1) else x[self.b, self.h]
 
     def heads(self, x: Tensor | None) -> Tensor | None:
-        """HeadGroup of x [H]."""
+        """The entries of x [H] that belong to this group."""
         return x if x is None else x[self.h]
 
 

@@ -167,7 +167,7 @@ class KVCache:
         return replace(self._map(lambda x: x.to(device)), phase=phase, angle=angle)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> KVCache:
-        """``fn`` on every tensor that has a row and an entry per token; no longer in growing buffers."""
+        """This cache with ``fn`` applied to each tensor of an entry per token; it no longer lies in growing buffers."""
         parts = {name: getattr(self, name) for name in ("k", "v", "log_decay", "valid")}
         changed = {name: None if x is None else fn(x) for name, x in parts.items()}
         return KVCache(**changed, phase=self.phase, angle=self.angle, carried=self.carried)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ THETA = 10_000.0  # default base of the angles
 
 @dataclass(frozen=True)
 class PeerRotation:
-    """How a peer rotates its queries and keys.
+    """The rotation of queries and keys in a model of another library.
 
     Args:
         theta: the base of the angles, before they are scaled.

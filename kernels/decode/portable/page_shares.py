@@ -18,7 +18,7 @@ FAR = 1 << 30  # a window over more keys than there can be
 
 
 class Shares(NamedTuple):
-    """Where the list of a step stands.
+    """The tensors that hold the list of a step's work: which program reads which pages.
 
     Args:
         first: the first live page of each head, ``[B, G]`` int32.
@@ -36,7 +36,7 @@ class Shares(NamedTuple):
 
     @staticmethod
     def empty(first: Tensor, extra: int) -> Shares:
-        """For a step that begins at ``first``."""
+        """The list of a step that begins at ``first``, not yet filled."""
         BG = first.numel()
         begin, ends, turn = first.new_empty(2 * BG + 1).split((BG, BG, 1))
         return Shares(first, begin, ends, turn, extra)

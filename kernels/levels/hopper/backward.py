@@ -18,9 +18,10 @@ from .pair import path_finish_kernel, path_pair_kernel
 def levels_backward_hopper(
     x: LevelRows, grads: LevelGradients, plan: Plan
 ) -> tuple[Leaves, Levels, QueryGradientTiles | None]:
-    """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
+    """The gradients that ``portable.backward.levels_backward`` returns, by one Gluon pass; where the plan chose it.
 
-    Works on the queries of the levels in float32 beside its results. Not deterministic.
+    ``clear_tails`` has set the levels' tails to zero before. The gradient of the levels' queries is added up in
+    float32, in memory of its own and in no fixed order.
     """
     block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, options = x
     (do, dlse, dv, row_sums, columns, wanted, _, tiled, _), scale = grads, options.scale

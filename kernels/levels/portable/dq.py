@@ -21,7 +21,7 @@ from .forward import _base_at, _level_keys, _level_tile, _pair_scores
 @triton.jit
 def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
                GATE: tl.constexpr, HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """dS of one key tile; b_s = q k^T. # [BT, BS]"""
+    """The gradient dS of the scores of one key tile; b_s = q k^T. # [BT, BS]"""
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # in flight during exp2
     b_y = scores(b_s, scale2)
     if GATE != 0:

@@ -98,7 +98,7 @@ class CarriedPool(KeyPool):
 
     @property
     def factors(self) -> int | None:
-        """Factors per token; None where w has no axis of them."""
+        """The number of factors per token; None where w has one vector per token and no axis of factors."""
         return self.near_w.shape[3] if self.near_w.ndim == 5 else None
 
     @torch.no_grad()
@@ -185,7 +185,10 @@ class CarriedPool(KeyPool):
         self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
 
     def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
-        """As :meth:`KeyPool.keep`; it waits for the device: which pages hold these tokens is known to the host."""
+        """Keep tokens as :meth:`KeyPool.keep` does.
+
+        It waits for the device, because the host must know which pages hold these tokens.
+        """
         assert call is not None
         before, T = self.lengths, call.q.shape[1]
         counts = list(zip(before, kept.tolist(), strict=True))
