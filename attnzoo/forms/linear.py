@@ -35,8 +35,7 @@ SEGMENT = 1024  # tokens that a CPU computes at a time, so that its caches hold 
 
 @dataclass(frozen=True)
 class LinearForms(Forms):
-    r"""The forms of The forms of The forms of ``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one
-    transition.
+    r"""The forms of ``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one transition.
 
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and, by keyword, what
     :class:`~attnzoo.forms.options.LinearOptions` lists, and give ``[B, T, H, V]`` in v's dtype. The state holds

@@ -33,7 +33,7 @@ Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 
 @dataclass(frozen=True)
 class SoftmaxForms(Forms):
-    r"""The forms of The forms of The forms of ``o_t = sum_j softmax_j(s_tj + d_tj) v_j`` for one transition.
+    r"""The forms of ``o_t = sum_j softmax_j(s_tj + d_tj) v_j`` for one transition.
 
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and, by keyword, what
     :class:`~attnzoo.forms.options.SoftmaxOptions` lists, and give ``[B, T, H, V]`` in v's dtype.
