@@ -139,7 +139,7 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         inner = peer_of(language_model(fields))
 
         def text(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-            weights.rename("model.language_model.", "model.", without="model.visual.")
+            weights.rename(_of_text)
             return inner.weights(weights)
 
         left = f"{kind}: its language model alone is taken, without what reads images"
@@ -156,6 +156,11 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     module, _, name = PEERS[kind].partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return make(Settings(fields))
+
+
+def _of_text(name: str) -> str | None:
+    """The language model's own name of a weight of a model of text and images; None for what reads images."""
+    return None if name.startswith("model.visual.") else name.replace("model.language_model.", "model.", 1)
 
 
 def language_model(fields: dict[str, Any]) -> dict[str, Any]:

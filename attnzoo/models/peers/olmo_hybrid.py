@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
@@ -18,6 +20,7 @@ from attnzoo.models.peers.weights import Weights
 
 LINEAR = replace(TRANSFORMERS, attention="linear_attn")
 OUTPUT_EPS = 1e-5  # written in its class
+FILED = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
 
 
 def olmo_hybrid(settings: Settings) -> Peer:
@@ -59,8 +62,8 @@ def olmo_hybrid(settings: Settings) -> Peer:
         intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
     )  # fmt: skip
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
-        yield from (gated_deltanet if kinds[index] == "linear_attention" else full)(take)
+    def attention(apart: bool, take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+        yield from gated_deltanet(take, apart) if kinds[index] == "linear_attention" else full(take)
 
     def full(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, heads in (("q", H), ("k", G)):
@@ -74,11 +77,13 @@ def olmo_hybrid(settings: Settings) -> Peer:
         if turn is not None:
             yield "gate.angle", turn.angle.clone()
 
-    def gated_deltanet(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gated_deltanet(take: Callable[[str], Tensor], apart: bool) -> Iterator[tuple[str, Tensor]]:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             yield f"{name}.weight", take(f"{name}.weight")
         widths = [key_heads * key_dim] * 2 + [value_heads * value_dim]
-        for name, part in zip("qkv", take("conv1d.weight").squeeze(1).split(widths), strict=True):
+        # transformers saves thirds of the whole, wherever q, k and v end
+        parts = [take(f"{name}_conv1d.weight") for name in "qkv"] if apart else [take("conv1d.weight")]
+        for name, part in zip("qkv", torch.cat(parts).squeeze(1).split(widths), strict=True):
             yield f"{name}_conv.weight", part
         yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
         yield "gate.members.0.dt_bias", take("dt_bias")
@@ -88,7 +93,16 @@ def olmo_hybrid(settings: Settings) -> Peer:
         yield "output_gate.weight", take("g_proj.weight")
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+        theirs.rename(_as_in_its_class)
+        apart = any(name.endswith("q_conv1d.weight") for name in theirs.names)
         layouts = [LINEAR if kind == "linear_attention" else BEHIND for kind in kinds]
-        return decoder(theirs, layouts, L, attention, config.tie_embeddings)
+        return decoder(theirs, layouts, L, partial(attention, apart), config.tie_embeddings)
 
     return Peer(config, weights, () if turn is None else turn.notes)
+
+
+def _as_in_its_class(name: str) -> str:
+    """The name in transformers' class of a weight, which files have under another (5.23, conversion_mapping.py)."""
+    for filed, loaded in FILED.items():
+        name = name.replace(f".{filed}.", f".{loaded}.")
+    return name

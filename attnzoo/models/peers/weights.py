@@ -49,14 +49,21 @@ class Weights:
         """Mark a redundant tensor (a tied head, a table of angles) as read."""
         self.unread.discard(name)
 
-    def rename(self, theirs: str, ours: str, without: str) -> None:
-        """Change the beginning of names, and leave out those with another beginning."""
-        for name in [name for name in self.names if name.startswith(without)]:
-            self.skip(name)
-        there = [name for name in self.names if not name.startswith(without)]
-        old = {ours + name.removeprefix(theirs) if name.startswith(theirs) else name: name for name in there}
+    def rename(self, new: Callable[[str], str | None]) -> None:
+        """Give each tensor the name ``new(name)``; those of None count as read and are left out.
+
+        Raises:
+            ValueError: two would have one name.
+        """
+        old: dict[str, str] = {}
+        for name in self.names:
+            after = new(name)
+            if after in old:
+                raise ValueError(f"{old[after]} and {name} are one weight by two names, got both")
+            if after is not None:
+                old[after] = name
         read, dtype = self.read, self.dtype
-        self.names, self.unread = dict.fromkeys(old).keys(), {new for new, name in old.items() if name in self.unread}
+        self.names, self.unread = old.keys(), {after for after, name in old.items() if name in self.unread}
         self.read, self.dtype = lambda name: read(old[name]), lambda name: dtype(old[name])
 
     @staticmethod
