@@ -25,7 +25,8 @@ def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
         vocab_size: tokens are below it; None where it is unknown.
 
     Raises:
-        ValueError: the file is empty, holds no such numbers, or numbers of another dtype.
+        ValueError: the file is empty, holds no such numbers, or numbers of another dtype; or `dtype` holds fewer
+            tokens than the vocabulary has.
     """
     size = path.stat().st_size
     if size == 0:
@@ -39,6 +40,11 @@ def read_numbers(path: Path, dtype: str, vocab_size: int | None) -> Tokens:
     for wider in WIDER.get(dtype, ()):
         if _is_of(tokens, wider, vocab_size or 1):
             raise ValueError(f"{str(path)!r}: data.dtype={dtype!r} makes every other token 0: take data.dtype={wider}")
+    if vocab_size is not None and vocab_size - 1 > np.iinfo(dtype).max:  # two of them may be one token, or some wrapped
+        raise ValueError(
+            f"{str(path)!r}: data.dtype={dtype!r} holds tokens up to {np.iinfo(dtype).max}, and data.vocab_size="
+            f"{vocab_size} says more: take the dtype that the file was written in, or fewer"
+        )
     return tokens
 
 

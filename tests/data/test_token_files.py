@@ -73,6 +73,15 @@ def test_tokens_read_as_several_are_refused(wrote, read, said, vocab_size, tmp_p
     np.testing.assert_array_equal(tokens_of(source, vocab_size, dtype=said), tokens)
 
 
+@pytest.mark.parametrize(("wrote", "read", "vocab_size"), [("uint16", "uint8", 65_536), ("uint16", "uint16", 128_256)])
+def test_a_dtype_that_cannot_hold_the_vocabulary_is_refused(wrote, read, vocab_size, tmp_path):
+    """Halves of tokens look like tokens of 8 bits, and tokens that were cut to 16 bits like others."""
+    tokens = np.random.default_rng(3).integers(0, vocab_size, 5000)
+    most = np.iinfo(read).max
+    with pytest.raises(ValueError, match=rf"a\.bin': data.dtype='{read}' holds tokens up to {most}, and data.vocab"):
+        tokens_of(put(tmp_path, tokens.astype(wrote).tobytes()), vocab_size, dtype=read)
+
+
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(2, "uint8"), (2, "uint16"), (100, "uint16"), (60_000, "uint32")])
 def test_tokens_of_the_dtype_are_read(vocab_size, dtype, tmp_path):
     tokens = np.random.default_rng(2).integers(0, vocab_size, 5000)
