@@ -101,7 +101,7 @@ def load_config(
         _keep_tokens(path, layers)
     if _type_at(schema, "model") is ModelConfig:
         _swap_variants(layers)
-    merged = copy.deepcopy(_defaults(schema))
+    merged = copy.deepcopy(_defaults(cast(Any, schema)))
     for origin, key, layer in layers:
         try:
             missing = ", ".join(sorted(OmegaConf.missing_keys(layer)))
@@ -124,7 +124,12 @@ def load_config(
         raise ValueError(f"{_section(merged, str(error))}{error}") from error
 
 
-_types = functools.cache(typing.get_type_hints)
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _types(schema: Any) -> dict[str, Any]:
+    """The types of a schema's fields, by name."""
+    return _hints(schema)
 
 
 @functools.cache
