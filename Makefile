@@ -7,8 +7,8 @@ BIN = $(VENV)/bin
 JOBS ?= 2
 FUZZ_SEED ?= $(shell date +%s)
 # a worker keeps to its files, so that what a file prepares once is prepared once; GPUs are hidden, for these tests run
-# the kernels in Triton's interpreter (test-gpu runs them on a GPU)
-PYTEST = CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
+# the kernels in Triton's interpreter (test-gpu runs them on a GPU); processes that tests start find the code compiled
+PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
 # flash-linear-attention's kernels need a GPU, and are of use only there
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
@@ -62,9 +62,9 @@ test-gpu: install
 test-long: install
 	$(PYTEST) --hypothesis-profile=long \
 		tests/forms/test_forms.py tests/forms/test_laws.py tests/forms/test_options.py tests/forms/test_reductions.py \
-		tests/algebra/test_pruning.py tests/algebra/test_products.py tests/layer/test_attention.py \
+		tests/algebra/test_pruning.py tests/algebra/test_products.py tests/layer/test_attention.py tests/kernels \
 		tests/forgetting/test_forgetting.py tests/forgetting/test_forgetting_cache.py
-	$(PYTEST) --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
+	$(PYTEST) --fuzz-times=50 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 # the tests that use transformers, on the oldest release that is supported and on the first that calls caches by another
 # name; `make test` has one between

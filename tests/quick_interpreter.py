@@ -2,7 +2,8 @@
 
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
-it makes a table of all types to look up one; and for every value it makes the type and the shape anew.
+it makes a table of all types to look up one; for every value it makes the type and the shape anew; and it compares
+types of operands that are one object.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ def quicken() -> None:
     """Replace these parts in `triton.runtime.interpreter`, where they are as expected; else leave it as it is."""
     from triton.runtime import interpreter
 
-    needed = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "tl", "TritonSemantic")
+    needed = (
+        "_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "interpreter_semantic",
+        "tl", "TritonSemantic",
+    )  # fmt: skip
     if not all(hasattr(interpreter, name) for name in needed):
         return
     tl, builder = interpreter.tl, interpreter.interpreter_builder
@@ -29,6 +33,7 @@ def quicken() -> None:
     interpreter._get_np_dtype = lambda dtype: (known_dtype if type(dtype) is tl.dtype else plain_dtype)(dtype)
 
     spread_truths(interpreter)
+    call_at_once(interpreter)
     keep_types(tl.core)
     skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
@@ -52,6 +57,23 @@ def quicken() -> None:
         return nothing
 
     interpreter._patch_lang = patch_once
+
+
+def call_at_once(interpreter: Any) -> None:
+    """Functions of the language get what they need beside their arguments without the check that it is there."""
+    checked = interpreter.tl.core.builtin(lambda: None).__code__
+    semantic = interpreter.interpreter_semantic
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        run = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def at_once(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return run(*args, **kwargs)
+
+        scope.set_attr(obj, name, at_once)
+
+    interpreter._patch_attr = patch
 
 
 def spread_truths(interpreter: Any) -> None:
@@ -102,8 +124,15 @@ def keep_types(core: Any) -> None:
 
 
 def skip_what_agrees(core: Any, semantic: type) -> None:
-    """Two values of one shape are not broadcast, and a type is itself."""
+    """Two values of one shape are not broadcast, two of one type are operands as they are, and a type is itself."""
     plain_equal, plain_shapes, plain_broadcast = core.dtype.__eq__, core.tuple.__eq__, semantic.broadcast_impl_value
+    plain_operands = semantic.binary_op_type_checking_impl
+    kept = {id(x) for x in (core.float32, core.float64, core.int32, core.int64)}  # by every operation
+
+    def operands(self: Any, lhs: Any, rhs: Any, *allowed: Any, **more: Any) -> Any:
+        if type(lhs) is type(rhs) is core.tensor and lhs.type is rhs.type and id(lhs.type.scalar) in kept:
+            return lhs, rhs
+        return plain_operands(self, lhs, rhs, *allowed, **more)
 
     def same_shape(self: Any, other: Any) -> Any:
         if type(other) is list and all(type(x) is int for x in other):
@@ -118,3 +147,4 @@ def skip_what_agrees(core: Any, semantic: type) -> None:
 
     core.dtype.__eq__ = lambda self, other: self is other or plain_equal(self, other)
     core.tuple.__eq__, semantic.broadcast_impl_value = same_shape, broadcast
+    semantic.binary_op_type_checking_impl = operands

@@ -45,6 +45,11 @@ def given_variant(few: bool = False, **drawn: Any) -> Callable[[Callable[..., No
     return decorate
 
 
+def in_long(usual: Any, long: Any) -> Any:
+    """``long`` in the long profile, else ``usual``: sizes or cases of a test."""
+    return long if settings.get_current_profile_name() == "long" else usual
+
+
 def product(item: pytest.Item) -> str:
     """The product that a test is about, or ""."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()

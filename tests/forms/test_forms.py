@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import strategies as st
-from thinning import given_variant
+from thinning import given_variant, in_long
 
 from attnzoo import Prune, RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
@@ -32,6 +32,7 @@ GPU_FORMS = [
     if form not in CPU_FORMS
 ]
 LOW = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-23}
+REGIMES: tuple[Regime, ...] = ("mixed", "open", "closing")
 
 
 @pytest.mark.parametrize("name", list_variants())
@@ -130,7 +131,8 @@ def test_low_precision_within_budget(name: str, dtype: torch.dtype) -> None:
     The gradient of a log gate is a running sum of terms that cancel: it gets more of them.
     """
     variant = get(name)
-    for regime in ("mixed", "open", "closing"):
+    turn = (list_variants().index(name) + list(LOW).index(dtype)) % len(REGIMES)  # each with each dtype and each regime
+    for regime in in_long(REGIMES[turn : turn + 1], REGIMES):
         q, k, v, gate = Case(name, B=1, T=66, H=2, G=1, K=16, V=8, regime=regime, seed=3).inputs(torch.float32)
         inputs = q.to(dtype), k.to(dtype), v.to(dtype), gate
         wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), gate.map(torch.Tensor.double)
@@ -213,7 +215,8 @@ def test_forms_of_nothing_give_nothing(name: str, sizes: tuple[int, ...], T: int
     q, k, v, gate = random_inputs(name, B, T, *rest, dtype=torch.float32)
     given: list[dict[str, Any]] = [{}, {"valid": torch.ones(B, T, dtype=torch.bool)}]
     given += [{"prune": Prune(eps=1e-3)}] if get(name).prunable else []
-    for form in set(CPU_FORMS) & set(get(name).forms):
+    forms = set(CPU_FORMS) & set(get(name).forms)
+    for form in forms - {"recurrent"} if T > 9 else forms:  # which goes token by token, however many there are
         for options in given:
             o = get(name).forms[form](q, k, v.requires_grad_(), gate, **options)
             assert o.shape == (*q.shape[:3], v.shape[3])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from thinning import given_variant
+from thinning import given_variant, in_long
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -315,8 +315,9 @@ def largest_tensor(name: str, T: int, **options: Any) -> int:
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_parallel_makes_no_square_matrix(name: str, regime: str) -> None:
     """Forward and backward: nothing larger than some rows times T, which grows with T and not with its square."""
-    short, long = largest_tensor(name, 1024, regime=regime), largest_tensor(name, 2048, regime=regime)
-    assert long <= 2048 * 512
+    T = in_long(512, 1024)
+    short, long = largest_tensor(name, T, regime=regime), largest_tensor(name, 2 * T, regime=regime)
+    assert long <= 2 * T * 512
     assert long <= 2.1 * short
 
 
@@ -325,7 +326,8 @@ def test_parallel_makes_no_square_matrix(name: str, regime: str) -> None:
 def test_additive_parallel_holds_only_its_inputs(name: str, regime: str) -> None:
     """The fused kernel never writes logits: at most one block of them, where gates close and are done exactly."""
     rows = attnzoo.forms.rowblocks.SIZES[0]
-    assert largest_tensor(name, 4096, regime=regime) <= max(4096 * 32, rows * rows)
+    T = in_long(2048, 4096)
+    assert largest_tensor(name, T, regime=regime) <= max(T * 32, rows * rows)
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))

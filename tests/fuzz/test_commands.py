@@ -160,7 +160,7 @@ def assert_whole(folder, runs=True):
 def test_random_commands_are_done_or_refused_in_one_line(fuzz, world, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = 0
-    for rng in fuzz(40):
+    for rng in fuzz(20):
         folder = tmp_path / f"case{fuzz.seed}"
         folder.mkdir()
         monkeypatch.chdir(folder)
@@ -180,7 +180,7 @@ def test_random_commands_are_done_or_refused_in_one_line(fuzz, world, tmp_path, 
 def test_random_evaluations_are_done_or_refused_in_one_line(fuzz, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = [str(path) for path in [*world.iterdir(), *(world / "runs").iterdir()]]
-    for rng in fuzz(8):
+    for rng in fuzz(4):
         option = rng.choice(["eps", "tokens", "bound", "mode", "depths", "task", "layer"])
         odd = rng.choice([value for value in VALUES if value != "9" * 30])
         on = rng.choice(EVALUATIONS)
@@ -196,7 +196,7 @@ def test_random_evaluations_are_done_or_refused_in_one_line(fuzz, world, tmp_pat
 
 def test_reports_of_damaged_runs_are_whole_or_refused_in_one_line(fuzz, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for rng in fuzz(8):
+    for rng in fuzz(4):
         shutil.copytree(world / "runs", tmp_path / "runs")
         files = sorted(path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.name != ".lock")
         story = damage(rng.choice(files), rng)
@@ -209,7 +209,7 @@ def test_reports_of_damaged_runs_are_whole_or_refused_in_one_line(fuzz, world, t
 
 
 def test_random_streams_and_signals_end_a_process_as_said(fuzz, tmp_path):
-    for rng in fuzz(3):
+    for rng in fuzz(2):
         words = rng.choice([["train", "missing.yaml"], ["--help"], ["train", "tiny", "stepz=\udcff"], ["compare", "é"]])
         streams = {name: rng.choice([subprocess.PIPE, subprocess.DEVNULL]) for name in ("stdin", "stdout", "stderr")}
         closed = [number for number in range(3) if rng.random() < 0.3]

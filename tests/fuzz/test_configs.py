@@ -81,7 +81,7 @@ def numbers_of(config):
 
 def test_random_overrides_make_a_configuration_or_are_refused_by_name(fuzz, tmp_path):
     accepted = 0
-    for rng in fuzz(96):
+    for rng in fuzz(48):
         overrides = []
         for _ in range(rng.choice([1, 1, 2, 3])):
             key = rng.choice(KEYS)
@@ -101,7 +101,7 @@ def test_random_overrides_make_a_configuration_or_are_refused_by_name(fuzz, tmp_
 
 def test_files_with_random_damage_make_a_configuration_or_are_refused_by_name(fuzz, tmp_path):
     names = [*(key.rpartition(".")[2] for key in KEYS), "c.yaml", *(f.name for f in dataclasses.fields(CompareConfig))]
-    for rng in fuzz(60):
+    for rng in fuzz(30):
         source = rng.choice(CONFIGS)
         path = tmp_path / "c.yaml"
         path.write_bytes(source.read_bytes())
@@ -114,7 +114,7 @@ def test_files_with_random_damage_make_a_configuration_or_are_refused_by_name(fu
 
 def test_runs_of_random_labels_stay_inside_their_folder_or_are_refused(fuzz):
     characters = "a1./\\ -_=\"'$<>&\0\n~é*"
-    for rng in fuzz(60):
+    for rng in fuzz(30):
         for _ in range(10):
             labels = ["".join(rng.choices(characters, k=rng.randrange(6))) for _ in range(2)]
             config = CompareConfig(variants=[{"name": "nope", "label": label} for label in labels], output_dir="out")
@@ -130,7 +130,7 @@ def test_runs_of_random_labels_stay_inside_their_folder_or_are_refused(fuzz):
 
 def test_token_files_with_random_damage_are_read_rightly_or_refused_by_name(fuzz, tmp_path):
     tokens = (np.arange(600) % 251).astype(np.uint16)
-    for rng in fuzz(96):
+    for rng in fuzz(48):
         folder = tmp_path / "data"
         folder.mkdir()
         name = rng.choice(["tokens.npy", "tokens.bin"])
@@ -157,7 +157,7 @@ def test_folders_of_tokens_with_random_damage_are_read_rightly_or_refused_by_nam
     documents = [np.append(250, numbers.integers(0, 250, int(numbers.integers(0, 30)))) for _ in range(60)]
     whole = write_shards(tmp_path / "whole", 251, documents[:40], documents[40:], shard_tokens=200)
     right = {int(token) for shard in (*whole.train, *whole.held_out) for token in shard.tokens}
-    for rng in fuzz(96):
+    for rng in fuzz(48):
         folder = tmp_path / "data"
         shutil.copytree(tmp_path / "whole", folder)
         story = damage_folder(folder, rng)

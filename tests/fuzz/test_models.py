@@ -30,7 +30,7 @@ ODD = [
 
 def test_random_sizes_make_a_model_or_are_refused_by_name(fuzz):
     made = 0
-    for rng in fuzz(40):
+    for rng in fuzz(20):
         keys = rng.choices(FIELDS, k=rng.choice([1, 1, 2]))
         options = {
             key: rng.choice(GOOD[key]) if key in GOOD and rng.random() < 0.5 else rng.choice(ODD) for key in keys
@@ -105,7 +105,7 @@ def bad_call(rng, model, tokens, cache):
 
 @torch.no_grad()
 def test_random_calls_of_a_model_give_what_one_plain_call_gives(fuzz):
-    for rng in fuzz(12):
+    for rng in fuzz(6):
         model, story = build(rng)
         cache, said = model.new_cache(), None
         for _ in range(rng.choice([3, 5, 8])):
@@ -137,7 +137,7 @@ def test_random_calls_of_a_model_give_what_one_plain_call_gives(fuzz):
 
 
 def test_random_generation_is_that_of_plain_calls_or_refused_by_name(fuzz):
-    for rng in fuzz(16):
+    for rng in fuzz(8):
         model, story = build(rng)
         model.train(rng.random() < 0.5)
         tokens = torch.randint(11, (rng.choice([1, 2]), rng.choice([1, 4])))

@@ -31,7 +31,7 @@ def rows_of(run_dir):
 def test_a_damaged_run_goes_on_to_the_same_bits_or_is_refused(fuzz, folder, tmp_path, caplog):
     expected_rows, expected_weights = rows_of(folder / "whole"), weights(folder / "whole")
     refused = 0
-    for rng in fuzz(12):
+    for rng in fuzz(6):
         run = tmp_path / f"run{fuzz.seed}"
         shutil.copytree(folder / rng.choice(["killed", "whole"]), run)
         story = damage_folder(run, rng)
@@ -59,7 +59,7 @@ def test_a_damaged_run_is_reported_as_it_was_or_is_refused(fuzz, folder, tmp_pat
     assert [result.facts.steps for result in expected.values()] == [8, 6, 4]
     for name in ("killed", "whole"):
         result_of(folder / name)
-    for rng in fuzz(12):
+    for rng in fuzz(6):
         run = tmp_path / f"run{fuzz.seed}"
         shutil.copytree(folder / rng.choice(["killed", "whole"]), run)
         story = damage_folder(run, rng)

@@ -76,7 +76,7 @@ def packed(rng):
 def test_what_is_strange_in_an_archive_is_named_and_the_rest_is_taken(fuzz, tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "LARGEST", 500_000)
     (tmp_path / "good.json").write_text(GOOD)
-    for rng in fuzz(150):
+    for rng in fuzz(75):
         name, content, story = packed(rng)
         (tmp_path / name).write_bytes(content)
         (tmp_path / "in" / "texts").mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_what_is_strange_in_an_archive_is_named_and_the_rest_is_taken(fuzz, tmp_
 
 
 def test_a_file_of_tokens_is_read_as_what_it_is_or_refused(fuzz, tmp_path):
-    for rng in fuzz(60):
+    for rng in fuzz(30):
         vocab_size, count = rng.choice([1000, 50257, 65536, 128256]), rng.randrange(400, 3000)
         tokens = np.random.default_rng(rng.randrange(2**32)).integers(0, vocab_size, count)
         wrote = rng.choice(
@@ -160,7 +160,7 @@ def test_strays_among_the_checkpoints_stay_and_change_no_bit(fuzz, stopped, tmp_
     home.mkdir()
     (home / "thesis").write_text("years of work")
     expected = outcome(stopped / "whole")
-    for rng in fuzz(10):
+    for rng in fuzz(5):
         run = tmp_path / f"run{fuzz.seed}"
         shutil.copytree(stopped / "killed", run)
         names = rng.sample(STRAYS, rng.choice([1, 2, 4]))

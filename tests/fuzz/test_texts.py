@@ -59,7 +59,7 @@ def pieces_of(unfolding: Unfolding, tokens: list[int], rng: random.Random) -> li
 
 
 def test_text_is_the_same_at_every_chunking(fuzz):
-    for rng in fuzz(150):
+    for rng in fuzz(75):
         kind, made = tokenizer(rng)
         ends = [n for name, n in made.get_vocab().items() if name.strip("\u2581#") in LETTERS and len(name) < 4]
         prompt = [*drawn(made, rng, rng.randint(0, 6)), *rng.choices(ends or [0], k=1)] if rng.random() < 0.6 else []
@@ -75,7 +75,7 @@ def test_text_is_the_same_at_every_chunking(fuzz):
 
 
 def test_text_ends_before_the_first_to_stop_at(fuzz):
-    for rng in fuzz(150):
+    for rng in fuzz(75):
         kind, made = tokenizer(rng)
         tokens = drawn(made, rng, rng.randint(1, 25))
         whole = made.decode(tokens)

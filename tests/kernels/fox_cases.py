@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from attnzoo.kernels.fox import fox_attention, plan
 from attnzoo.kernels.fox.reference import fox_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
+SMALL = Tiles(64, 64, 4, 1)  # several tiles in each direction at test sizes
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Case:
     """One call of fox_attention: sizes, gate regime and options."""
 
     B: int = 1
-    T: int = 150
-    S: int = 150
+    T: int = 130
+    S: int = 130
     H: int = 2
     G: int = 1
     K: int = 16
@@ -81,6 +82,30 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     if case.sink:
         x["sink"] = torch.randn(case.H, generator=generator)
     return {name: t.to(DEVICE) for name, t in x.items()}
+
+
+FAR = 1 << 30  # elements from one head to the next: the largest stride that a kernel takes as a 32-bit number
+
+
+def far_apart(x: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The same numbers, [1, T, 3, D] in float16, as views of one buffer with FAR elements between heads.
+
+    Views start 2^31 elements into it, so that an offset that wraps reads zeros there instead of memory of others. Only
+    the pages that are touched exist on a CPU.
+    """
+    try:
+        with pytest.MonkeyPatch.context() as patch:  # deterministic algorithms would touch all
+            patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            buffer = torch.empty((1 << 32) + (1 << 20), dtype=torch.float16, device=DEVICE)
+    except (MemoryError, RuntimeError):
+        pytest.skip("needs 8.6 GB of address space, or of GPU memory")
+    at, views = 1 << 31, dict(x)
+    for name in names:
+        _, T, heads, D = x[name].shape
+        buffer.as_strided((heads, T * D), (FAR, 1), at - (1 << 31)).zero_()  # where the third head would wrap to
+        views[name] = buffer.as_strided(x[name].shape, (T * D, D, FAR, 1), at).copy_(x[name])
+        at += T * D
+    return views
 
 
 def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""The installed Triton compiles kernels for GPUs that are not here; ``make test-versions`` more, with each."""
+"""The installed Triton compiles kernels for GPUs that are not here; ``make test-long`` more, and ``make test-versions``
+with each Triton."""
 
 from __future__ import annotations
 
@@ -13,21 +14,25 @@ import pytest
 
 pytest.importorskip("triton")
 from machine_code import unset_registers
+from thinning import in_long
 
 from attnzoo.kernels.common.device import GLUON, triton_version
 
 HERE = Path(__file__).parent
-CASES = (
-    "8.0:decode bf16 64 step",
+CASES = (  # of each kind of GPU
+    f"8.0:decode bf16 64 step:{in_long('tokens', '')}",
     "8.0:linear bf16 64 mamba2 step",
     "8.0:path bf16 8 step",
-    "9.0:decode bf16 64 (path )?rows",
-    "9.0:fox bf16 128 gate$|path bf16 64 gate$:hopper",
+    f"9.0:decode bf16 64 {in_long('path ', '(path )?')}rows",
+    "9.0:fox bf16 128 gate$|path bf16 64 gate$:(?<!block_)(fwd|bwd)_hopper",
     "8.6:path bf16 128 heads$:carry_bwd",
+    "10.0:path bf16 64 gate prune$:prune_rows",
+    "12.0:fox bf16 64 gate$:fwd",
+)
+MORE = (
     "8.9:wall bf16 64 gate$:carry_bwd",
     "10.0:fox bf16 64 gate$:fwd",
-    "10.0:path bf16 64 gate( prune)?$:product_bwd|prune_rows",
-    "12.0:fox bf16 64 gate$:fwd",
+    "10.0:path bf16 64 gate$:product_bwd",
 )
 
 
@@ -43,15 +48,25 @@ def compiling(*arguments: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
-    return compiling("--ptx", *CASES)
+    return compiling("--ptx", *CASES, *in_long((), MORE))
 
 
-def test_machine_code_sets_what_it_reads() -> None:
-    """In the kernels of PaTH in which ptxas 12.8 left that out (``value_block``). Also, products start together in the
-    one that has hardly a register left."""
-    cases = "9.0:path bf16 64 narrow:(fwd|dkdv)_portable", "9.0:path bf16 64 gate$:block_fwd_hopper"
-    kernels = {row["kernel"] for row in compiling(*cases)}
-    assert kernels == {"path_fwd_portable_kernel", "path_dkdv_portable_kernel", "path_block_fwd_hopper_kernel"}
+PORTABLE = in_long(("fwd",), ("fwd", "dkdv"))
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> list[dict[str, Any]]:
+    """The kernels of PaTH in which ptxas 12.8 left out what sets a register (``value_block``), and the one that has
+    hardly a register left."""
+    return compiling(
+        f"9.0:path bf16 64 narrow:({'|'.join(PORTABLE)})_portable", "9.0:path bf16 64 gate$:block_fwd_hopper"
+    )
+
+
+def test_machine_code_sets_what_it_reads(machine_code: list[dict[str, Any]]) -> None:
+    """Also, products start together."""
+    kernels = {row["kernel"] for row in machine_code}
+    assert kernels == {"path_block_fwd_hopper_kernel", *(f"path_{name}_portable_kernel" for name in PORTABLE)}
 
 
 LISTING = """
@@ -91,8 +106,11 @@ def test_registers_that_nothing_has_written_are_found(old: str, new: str, unset:
 
 
 @pytest.mark.skipif(triton_version() not in GLUON, reason=f"the Gluon kernels are for Triton {GLUON}")
-def test_every_gluon_kernel_compiles_to_warpgroup_products(compiled: list[dict[str, Any]]) -> None:
-    products = {row["kernel"]: row["wgmma"] for row in compiled if row["kernel"].endswith("hopper_kernel")}
+def test_every_gluon_kernel_compiles_to_warpgroup_products(
+    compiled: list[dict[str, Any]], machine_code: list[dict[str, Any]]
+) -> None:
+    rows = [*compiled, *machine_code]
+    products = {row["kernel"]: row["wgmma"] for row in rows if row["kernel"].endswith("hopper_kernel")}
     assert products == {
         "fox_fwd_hopper_kernel": 96,
         "fox_bwd_hopper_kernel": 64,
@@ -102,12 +120,19 @@ def test_every_gluon_kernel_compiles_to_warpgroup_products(compiled: list[dict[s
     }
 
 
-@pytest.mark.parametrize(("capability", "call"), [("8.0", ""), ("9.0", ""), ("9.0", "path ")])
-def test_steps_over_pages_compile(compiled: list[dict[str, Any]], capability: str, call: str) -> None:
-    name = "decode bf16 64 " + call + ("step" if capability == "8.0" else "rows")
-    kernels = {row["kernel"] for row in compiled if row["capability"] == capability and row["call"] == name}
-    others = ("prune", "carry") if call else ("prune", "tokens")
-    assert kernels >= {f"paged_{name}_kernel" for name in ("append", "split", *others)}
+STEPS = (("9.0", "path rows", ("append", "split", "prune", "carry")), ("8.0", "step", ("tokens",)))
+ALL = ("append", "split", "prune", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("capability", "call", "kernels"), in_long(STEPS, (STEPS[0], ("8.0", "step", ALL), ("9.0", "rows", ALL)))
+)
+def test_steps_over_pages_compile(
+    compiled: list[dict[str, Any]], capability: str, call: str, kernels: tuple[str, ...]
+) -> None:
+    of = f"decode bf16 64 {call}"
+    found = {row["kernel"] for row in compiled if row["capability"] == capability and row["call"] == of}
+    assert found >= {f"paged_{name}_kernel" for name in kernels}
 
 
 def test_steps_of_the_linear_side_compile(compiled: list[dict[str, Any]]) -> None:
@@ -118,11 +143,14 @@ def test_steps_of_the_linear_side_compile(compiled: list[dict[str, Any]]) -> Non
 def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None:
     """``compiling`` holds each against the shared memory of its GPU; the carries' backward is the one with stages."""
     portable = {(row["capability"], row["kernel"]) for row in compiled if row["capability"] not in ("8.0", "9.0")}
-    assert portable == {
-        ("8.6", "path_carry_bwd_kernel"),
+    more = (
         ("8.9", "wall_carry_bwd_kernel"),
         ("10.0", "fox_fwd_portable_kernel"),
         ("10.0", "path_product_bwd_kernel"),
+    )
+    assert portable == {
+        ("8.6", "path_carry_bwd_kernel"),
         ("10.0", "path_prune_rows_kernel"),
         ("12.0", "fox_fwd_portable_kernel"),
+        *in_long((), more),
     }

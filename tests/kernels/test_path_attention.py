@@ -9,6 +9,7 @@ import pytest
 import torch
 from path_cases import Case, inputs, triton, within_budget
 from path_definitions import needed
+from thinning import in_long
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.device import Machine
@@ -18,9 +19,9 @@ from attnzoo.kernels.levels.layout import Carried, Leaves, Levels, levels_of
 from attnzoo.kernels.path import passes
 from attnzoo.kernels.path.portable import blocks_backward, carry
 
-LONG = Case(T=330, H=2, G=1, K=16, V=32)
-PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
-PRUNED = Case(T=520, H=1, G=1, gate="strong", options={"prune": Prune(1e-4)})
+LONG = Case(T=260, H=2, G=1, K=16, V=32)
+PACKED = Case(T=140, H=2, G=2, gate="none", cu_seqlens=(0, 1, 70, 130, 140))
+PRUNED = Case(T=270, H=1, G=1, gate="strong", options={"prune": Prune(1e-4)})
 
 
 TALL: dict[Kind, Tiles] = {
@@ -35,16 +36,22 @@ SMALL: dict[Kind, Tiles] = {
 }
 
 
-@pytest.mark.parametrize("case", [LONG, PACKED, PRUNED], ids=str)
-@pytest.mark.parametrize("tiles", [TALL, SMALL], ids=["tall", "small"])
+TILED = [
+    *(pytest.param(case, SMALL, id=f"{case}-small") for case in (LONG, PACKED, PRUNED)),
+    *(pytest.param(case, TALL, id=f"{case}-tall") for case in in_long((PRUNED,), (LONG, PACKED, PRUNED))),
+]
+
+
+@pytest.mark.parametrize(("case", "tiles"), TILED)
 def test_tilings_stay_within_budget(case: Case, tiles: dict[Kind, Tiles]) -> None:
+    """Those of ``test_path`` are tall."""
     x = inputs(case, torch.float32)
     with plan.override(tiles):
         within_budget(case, x, triton(case, x))
 
 
 def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(B=2, T=80, H=2, G=2, options={"prune": Prune(1e-4)})
+    case = Case(B=2, T=20, H=2, G=2, options={"prune": Prune(1e-4)})
     x = inputs(case, torch.float32)
     with plan.override(TALL):
         whole = triton(case, x)
@@ -55,7 +62,8 @@ def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_carries_are_gone_before_the_blocks_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, seen, given_back = inputs(LONG, torch.float32), [], []
+    case = Case(T=140, H=1)
+    x, seen, given_back = inputs(case, torch.float32), [], []
 
     def carry_backward(block: Leaves, carried: Carried, d: Levels, *rest: Any) -> Any:
         seen.extend(weakref.ref(t) for t in (block.m, *carried.levels, *d))
@@ -69,7 +77,7 @@ def test_carries_are_gone_before_the_blocks_need_room(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(passes, "carry_backward", carry_backward)
     monkeypatch.setattr(passes, "block_level_backward", block_level_backward)
-    triton(LONG, x)
+    triton(case, x)
     assert given_back
 
 

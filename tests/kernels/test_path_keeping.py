@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
+from thinning import in_long
 
 from attnzoo import Forgetting, build_attention
 from attnzoo.algebra.pruning import Prune
@@ -15,22 +16,27 @@ from attnzoo.kernels.path import kept_transitions, passes, path_attention
 
 CASES = {
     "one block": (Case(T=1, gate="none"), torch.float32),
-    "levels": (Case(B=2, T=201, H=2, G=2), torch.float32),
-    "half": (Case(T=200, H=2, G=1, K=48, V=32, gate="open"), torch.float16),
-    "pruned": (Case(T=300, H=2, G=2, gate="strong", options={"prune": Prune(1e-4)}), torch.float32),
-    "window": (Case(T=201, H=2, G=2, gate="none", options={"window": 100}), torch.float32),
+    "levels": (Case(B=2, T=140, H=2, G=2), torch.float32),
+    "half": (Case(T=140, H=2, G=1, K=48, V=32, gate="open"), torch.float16),
+    "pruned": (Case(T=260, H=2, G=2, gate="strong", options={"prune": Prune(1e-4)}), torch.float32),
+    "window": (Case(T=140, H=2, G=2, gate="none", options={"window": 100}), torch.float32),
 }
 
 
-@pytest.mark.parametrize("groups", ["together", "one by one"])
+TOGETHER = ("one block", "half", "window"), CASES.keys()  # usually, and in the long profile
+ONE_BY_ONE = ("levels", "pruned"), CASES.keys()
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "groups"),
     [
-        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(CASES[name], "together", id=f"{name}-together") for name in in_long(*TOGETHER)),
+        *(pytest.param(CASES[name], "one by one", id=f"{name}-one by one") for name in in_long(*ONE_BY_ONE)),
         # the interpreter computes bfloat16 wrongly
         *(
-            pytest.param((case, torch.bfloat16), id=f"{name} bf16", marks=pytest.mark.gpu)
+            pytest.param((case, torch.bfloat16), groups, id=f"{name} bf16-{groups}", marks=pytest.mark.gpu)
             for name, (case, _) in CASES.items()
+            for groups in ("together", "one by one")
         ),
     ],
 )
@@ -84,7 +90,7 @@ def test_places_overlap_only_where_carries_replace_the_second_piece_of_the_nodes
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has the cases above in bfloat16")
-@pytest.mark.parametrize("case", [Case(T=100, gate="none"), Case(T=330, H=4, G=2, gate="none")], ids=str)
+@pytest.mark.parametrize("case", [Case(T=100, gate="none"), Case(T=140, H=2, G=2, gate="none")], ids=str)
 def test_what_the_second_piece_leaves_is_enough(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, which the interpreter rounds wrongly, but alike for kept carries and others."""
     from attnzoo.kernels.path import api
@@ -108,8 +114,8 @@ def test_kept_carries_compile() -> None:
         return path_attention(q, k, v, w=w, beta=beta, impl="triton", keep_carries=True)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    for T in (40, 150):
-        x = inputs(Case(T=T, H=2, G=1, gate="none"), torch.float32)
+    for T in (20, 130):
+        x = inputs(Case(T=T, H=1, gate="none"), torch.float32)
         do = x.pop("do")
         leaves = [t.requires_grad_() for t in x.values()]
         got, want = (torch.autograd.grad(f(*leaves), leaves, do) for f in (compiled, call))
@@ -135,16 +141,16 @@ def test_only_a_gradient_keeps_anything(monkeypatch: pytest.MonkeyPatch) -> None
     path_attention(**x, impl="triton", keep_carries=True)
 
 
-@pytest.mark.parametrize("name", ["path", "path_fox", "rope_path", "rope_path_fox"])
+@pytest.mark.parametrize("name", in_long(["path_fox", "rope_path"], ["path", "path_fox", "rope_path", "rope_path_fox"]))
 def test_layers_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding, too; a layer without gradients and its caches are as they were."""
     torch.manual_seed(0)
     plain = build_attention(name, hidden_size=32, num_heads=2, impl="triton").to(DEVICE)
     kept = build_attention(name, hidden_size=32, num_heads=2, impl="triton", keep_carries=True).to(DEVICE)
     kept.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 70, 32, device=DEVICE)
-    mask = torch.ones(2, 70, dtype=torch.int32, device=DEVICE)
-    mask[1, 40:] = 0
+    x = torch.randn(2, 20, 32, device=DEVICE)
+    mask = torch.ones(2, 20, dtype=torch.int32, device=DEVICE)
+    mask[1, 12:] = 0
     for given in (None, mask):
         want, o = (layer(x, attention_mask=given) for layer in (plain, kept))
         assert torch.equal(o, want)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fox_cases import DEVICE
 from path_cases import Case, inputs, lse_within_budget, triton, within_budget
+from thinning import in_long
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
@@ -108,20 +109,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SURROUNDED = [
-    Case(T=300, gate="none", V=32),
-    Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
+    Case(T=140, gate="none", V=32),
+    Case(T=130, B=2, H=2, G=1, K=48, gate="open"),
     Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
-    Case(T=260, cu_seqlens=(0, 100, 260)),
-    Case(T=201, gate="open", sink=True, options={"window": 90}),
-    Case(T=650, H=2, K=64, gate="strong", options={"prune": Prune(), "scale": 0.1}),
-    Case(T=530, H=2, K=80, gate="none"),
+    Case(T=140, cu_seqlens=(0, 60, 140)),
+    Case(T=140, gate="open", sink=True, options={"window": 90}),
+    Case(T=290, H=1, K=64, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=in_long(270, 530), H=1, K=80, gate="none"),
 ]
 
 
 @gluon
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in SURROUNDED] + [(SURROUNDED[n], torch.float16) for n in (0, 2, 4, 6)],
+    [(case, torch.float32) for case in SURROUNDED]
+    + [(SURROUNDED[n], torch.float16) for n in in_long((2, 4), (0, 2, 4, 6))],
     ids=str,
 )
 def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +136,12 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
 @pytest.mark.parametrize("gate", ["open", "none"])
 def test_what_surrounds_the_pass_with_a_gradient_of_the_log_sum_exp(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    case = Case(T=201, H=1, gate=gate, sink=True)
+    case = Case(T=130, H=1, gate=gate, sink=True)
     lse_within_budget(case, inputs(case, torch.float32))
 
 
 @gluon
-@pytest.mark.parametrize("case", [SURROUNDED[1], SURROUNDED[5]], ids=str)
+@pytest.mark.parametrize("case", [SURROUNDED[1], SURROUNDED[in_long(2, 5)]], ids=str)
 def test_kept_carries_change_no_bit_of_what_surrounds_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     x = inputs(case, torch.float32)
@@ -157,7 +159,7 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
         return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)
 
     monkeypatch.setattr(op, "plan", forgetful)
-    case = Case(T=201, gate="open")
+    case = Case(T=130, gate="open")
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x))
 

@@ -6,32 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fox_cases import far_apart
 from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.kernels.path import kept_fraction, path_attention
-
-FAR = 1 << 30  # elements from one head to the next: the largest stride that a kernel takes as a 32-bit number
-
-
-def far_apart(x: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The same numbers, [1, T, 3, D] in float16, as views of one buffer with FAR elements between heads.
-
-    Views start 2^31 elements into it, so that an offset that wraps reads zeros there instead of memory of others. Only
-    the pages that are touched exist on a CPU.
-    """
-    try:
-        buffer = torch.empty((1 << 32) + (1 << 20), dtype=torch.float16, device=DEVICE)
-    except (MemoryError, RuntimeError):
-        pytest.skip("needs 8.6 GB of address space, or of GPU memory")
-    at, views = 1 << 31, dict(x)
-    for name in names:
-        _, T, heads, D = x[name].shape
-        buffer.as_strided((heads, T * D), (FAR, 1), at - (1 << 31)).zero_()  # where the third head would wrap to
-        views[name] = buffer.as_strided(x[name].shape, (T * D, D, FAR, 1), at).copy_(x[name])
-        at += T * D
-    return views
 
 
 def run(x: dict[str, Tensor], **options: Any) -> list[Tensor]:
@@ -51,7 +31,7 @@ def test_heads_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_the_heads_may_have_any_strides() -> None:
-    x = inputs(Case(T=260, H=4, G=2, gate="strong", sink=True), torch.float32)
+    x = inputs(Case(T=140, H=4, G=2, gate="strong", sink=True), torch.float32)
     wide = torch.stack([x["sink"], -x["sink"]], -1), torch.tensor([[1e-3, 9.0]] * 4, device=DEVICE)
     results = []
     for dense in (False, True):
