@@ -9,6 +9,7 @@ from pathlib import Path
 
 import both_sides
 import held
+import many_gpus
 import speeds
 import style
 from equal_memory import equal_memory
@@ -45,6 +46,7 @@ TABLES = {  # by page and the words of their markers
         )
     },
     RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,
+    RESULTS.parent / "benchmarks" / "many_gpus.md": many_gpus.TABLES,
     RESULTS.parent / "how-to" / "choose.md": {"choice": speeds.choice},
     RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }
