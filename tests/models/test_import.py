@@ -100,7 +100,12 @@ def peer(name, options):
         options.pop("rope_parameters")
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip("this transformers does not have it")
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    try:
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    except ValueError as error:
+        if old and str(error).startswith("`rope_scaling` must be a dictionary"):
+            pytest.skip(f"this transformers has no such angles for {name}")
+        raise
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")._from_config(
         config, attn_implementation="eager"
     )
