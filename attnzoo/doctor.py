@@ -27,7 +27,7 @@ from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
-from attnzoo.layer.dispatch import KERNELS, choose, expected
+from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
 from attnzoo.registry import Variant, get, list_variants
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
@@ -52,7 +52,7 @@ class Row:
 
     Attributes:
         when: one of ``WHEN``, or "always" where there is no such layer.
-        form: "triton", "fla" or "reference"; "nothing" where there is no such layer, or none of its forms serves it.
+        form: a kernel's or "reference"; "nothing" where there is no such layer, or none of its forms serves it.
         kernels: the kernels of the triton form.
         why: reasons why none is faster.
     """
@@ -200,7 +200,8 @@ def _row(variant: Variant, when: str, call: Call) -> Row:
         form = NOTHING
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
     offered = [name for name in expected(variant, call) if name in faster]
-    why = [f"{name}: {variant.refuses(name, call) or 'auto looks for it on a GPU alone'}" for name in offered]
+    against = passed_over if on_gpu(call.q) else Variant.refuses
+    why = [f"{name}: {against(variant, name, call) or 'auto looks for it on a GPU alone'}" for name in offered]
     if form == NOTHING:
         why.append(f"{REFERENCE}: {variant.refuses(REFERENCE, call)}")
     if form == REFERENCE and not offered:

@@ -13,6 +13,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import Identity, Transition, heads_first, scaled_queries
 from attnzoo.forms import softmax
 from attnzoo.forms.backends.fox_path import fox_kernel
+from attnzoo.forms.backends.sdpa import sdpa_kernel
 from attnzoo.forms.caches.state import KVCache, grown
 from attnzoo.forms.caches.stores import KeyStore, PlacedKeys
 from attnzoo.forms.options import SoftmaxOptions
@@ -28,7 +29,7 @@ class AdditiveForms(softmax.SoftmaxForms):
     store: KeyStore = field(default=PlacedKeys(), kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
+        object.__setattr__(self, "kernels", {"triton": fox_kernel(self), "sdpa": sdpa_kernel(self), **self.kernels})
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions

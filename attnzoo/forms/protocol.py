@@ -93,6 +93,8 @@ class Kernel:
         in_place: ``in_place(state, rows, tokens, device)`` returns an in-place memory for the kernel's steps
             (:mod:`attnzoo.forms.caches.inplace`), or None where it has none.
         honours: names of the options that the kernel takes.
+        doubts: a function of a :class:`Call` that returns why ``impl="auto"`` does not take the kernel although it
+            serves, or "".
     """
 
     run: Callable[..., Any]
@@ -103,6 +105,7 @@ class Kernel:
     in_place: Callable[..., Any] | None = None
     parts: frozenset[str] | None = None
     honours: frozenset[str] | None = None
+    doubts: Callable[[Call], str] = _serves
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Options) -> Any:
         """The output for whole sequences."""
@@ -136,12 +139,19 @@ def is_brief(forms: FormSet, form: str) -> bool:
     return kernel is not None and kernel.brief
 
 
+def doubts(forms: FormSet, form: str, call: Call) -> str:
+    """The reason why ``impl="auto"`` does not take a form although it serves the call, or ""."""
+    kernel = getattr(forms, "kernels", {}).get(form)
+    return "" if kernel is None else kernel.doubts(call)
+
+
 @dataclass(frozen=True)
 class Forms:
     """Reference forms and kernels of one variant; see :class:`FormSet`.
 
     Args:
-        kernels: kernels by the name of their form; ``impl="auto"`` tries ``"triton"`` and ``"fla"`` on a GPU.
+        kernels: kernels by the name of their form; ``impl="auto"`` tries ``"triton"``, ``"fla"`` and ``"sdpa"`` on a
+            GPU.
     """
 
     REFERENCES: ClassVar[tuple[str, ...]] = ()  # reference forms of whole sequences

@@ -39,7 +39,8 @@ def build_attention(
             (``gla`` and its dual alone). Keys of the delta rule must have unit length and keep their L2 norm in every
             block.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
-        impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
+        impl: ``"auto"`` (by device), ``"triton"``, ``"fla"``, ``"sdpa"`` or ``"reference"``; an explicit choice never
+            falls back.
         forgetting: options of One-Pass Forgetting, an :class:`~attnzoo.Forgetting`; for the softmax side. None: without
             it.
         keep_carries: PaTH's kernels keep their carried queries and keys for the backward pass, which otherwise computes

@@ -13,7 +13,7 @@ from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.state import check_state
 from attnzoo.forms.options import Options
-from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, is_brief
+from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, doubts, is_brief
 from attnzoo.kernels.common.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
 from attnzoo.registry import BUILT_IN, Variant, get
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # before, torch.compile looks like an export
 
-IMPLS = ("auto", "triton", "fla", REFERENCE)
-KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
+KERNELS = ("triton", "fla", "sdpa")  # what auto tries on a GPU, in this order
+IMPLS = ("auto", *KERNELS, REFERENCE)
 REFERENCES = ("chunk", "parallel", "recurrent")  # of whole sequences, the fastest first
 
 
 def choose(variant: Variant, impl: str, call: Call) -> str:
-    """The form to run: ``"triton"``, ``"fla"`` or ``"reference"``.
+    """The form to run: one of ``KERNELS`` or ``"reference"``.
 
     Raises:
         UnavailableError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
@@ -40,7 +40,7 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     if impl == "auto":
         if on_gpu(call.q):
             for form in KERNELS:
-                if not variant.refuses(form, call):
+                if not passed_over(variant, form, call):
                     return form
         reason = variant.refuses(REFERENCE, call)
         if reason:
@@ -50,6 +50,11 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     if reason:
         raise UnavailableError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
     return impl
+
+
+def passed_over(variant: Variant, form: str, call: Call) -> str:
+    """The reason why ``auto`` does not run a form, or ""."""
+    return variant.refuses(form, call) or doubts(variant.form_set, form, call)
 
 
 def expected(variant: Variant, call: Call) -> list[str]:
@@ -69,7 +74,7 @@ def missed(variant: Variant, call: Call) -> str:
     forms = expected(variant, call)
     if not forms:
         return f"there is none for {', '.join(variant.requires) or 'no part'} together{_nearest(variant.name)}"
-    return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
+    return "; ".join(f"{form}: {passed_over(variant, form, call)}" for form in forms)
 
 
 @constant_in_traces
@@ -92,6 +97,9 @@ def chosen(variant: Variant, impl: str, call: Call, last: str = "") -> str:
     if form == last:
         return form
     _say(f"{variant.name}: impl={impl!r} runs {form} on {call.q.device.type}")
+    doubt = doubts(variant.form_set, form, call)
+    if doubt:
+        _say(f"{variant.name}: {form}: {doubt}", logging.WARNING)
     if form == REFERENCE and impl == "auto":
         lost = missed(variant, call)
         if lost:
@@ -111,8 +119,8 @@ def _say(picked: str, level: int = logging.INFO) -> None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether ``auto`` looks for a kernel: ``x`` is on a GPU."""
-    return x.is_cuda
+    """Whether ``auto`` looks for a kernel: ``x`` is on a device of its own."""
+    return x.device.type not in ("cpu", "meta")
 
 
 def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[Any, Any]:

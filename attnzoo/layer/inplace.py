@@ -60,7 +60,7 @@ class FixedCache:
 
         Raises:
             ValueError: a third-party variant without in-place steps, or ``paged`` is against what the keys allow.
-            UnavailableError: ``impl="triton"`` where no kernel serves such steps.
+            UnavailableError: ``impl="triton"`` or ``"sdpa"`` where it serves no such steps.
         """
         device, name = device or rows.length.device, layer.variant.name
         in_place = getattr(layer.variant.form_set, "in_place", None)
@@ -72,8 +72,10 @@ class FixedCache:
             memory = in_place(like.state, rows, tokens, device, paged)
         else:
             memory = layer.forget.in_place(layer.variant.form_set, like.state, rows, tokens, device)
-        if layer.impl == "triton" and memory.plain:
-            raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
+        if layer.impl == "sdpa" or (layer.impl == "triton" and memory.plain):
+            raise UnavailableError(
+                f"impl={layer.impl!r}: no kernel takes a step of {name!r} in place here; use impl='auto'"
+            )
         windows = {
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()

@@ -80,7 +80,7 @@ def test_variant_is_complete(name: str) -> None:
     assert "20" in variant.paper or "arXiv" in variant.paper
     assert set(variant.requires) <= set(PARTS)
     needed = {"recurrent", "parallel", "chunk"} if variant.side == "linear" else {"recurrent", "parallel"}
-    assert needed <= set(variant.forms) <= needed | {"fla", "triton"}
+    assert needed <= set(variant.forms) <= needed | {"fla", "triton", "sdpa"}
     assert callable(variant.extend)
     assert variant.module.__doc__
 

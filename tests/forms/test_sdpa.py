@@ -1,0 +1,135 @@
+"""The form on PyTorch's attention: exact in float64, as near as its page says below, taken by auto in its budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo.layer.dispatch
+from attnzoo import Gate, build_attention, get
+from attnzoo.errors import UnavailableError
+from attnzoo.forms.backends.sdpa import BUDGET, doubts, logit_error, sdpa_kernel
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.dispatch import choose
+from attnzoo.samples import random_inputs
+from attnzoo.testing import assert_close, relative_error, value_and_gradients
+
+SIDES = ("nope", "alibi", "fox", "rope", "fox_rope")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PAGE = Path(__file__).parents[2] / "docs/reference/what_runs_where.md"
+ROWS = re.findall(
+    r"^\| `(\w+)` \| (\d) \| (\d+) \| ([\d.]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", PAGE.read_text(), re.M
+)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_values_and_gradients_are_the_oracles_with_shared_keys_padding_packing_and_caches(name: str) -> None:
+    variant, inputs = get(name), random_inputs(name, 2, 21, 4, 2, 8, 6)
+    form = variant.forms["sdpa"]
+    assert_close(value_and_gradients(form, inputs), value_and_gradients(variant.oracle, inputs), what=name)
+    q, k, v, gate = inputs
+    valid = torch.ones(2, 21, dtype=torch.bool)
+    valid[0, :5] = valid[1, 7:9] = valid[1, 18:] = False
+    cases: list[dict[str, Any]] = [{"valid": valid}, {"scale": 0.3, "valid": valid}]
+    for options in cases:
+        runs = (
+            value_and_gradients(lambda *x, f=f, o=options: variant.forms[f](*x, **o) * valid[..., None, None], inputs)
+            for f in ("sdpa", "parallel")
+        )
+        assert_close(*runs, what=f"{name} {list(options)}")
+    one = (q[:1], k[:1], v[:1], gate.map(lambda x: x if x.ndim == 1 else x[:1]))
+    packed = {"cu_seqlens": torch.tensor([0, 4, 4, 15, 21])}
+    assert relative_error(form(*one, **packed), variant.forms["parallel"](*one, **packed)) <= 1e-10
+    state, rows = None, []
+    for now in (slice(0, 9), slice(9, 10), slice(10, 16), slice(16, 21)):
+        how = "reference" if now.start == 9 else "sdpa"  # each goes on from the other's state
+        step = (x[:, now] for x in (q, k, v))
+        o, state = variant.extend(*step, gate.slice(now.start, now.stop), state, form=how, valid=valid[:, now])
+        rows.append(o)
+    whole = variant.forms["parallel"](*inputs, valid=valid)
+    assert relative_error(torch.cat(rows, 1)[valid], whole[valid]) <= 1e-10
+
+
+def gated(T: int, mean: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Gate]:
+    """q, k and v of 64 channels in ``dtype``, with two query heads a key, and gates of this mean in float32."""
+    torch.manual_seed(T)
+    q, k, v = (torch.randn(1, T, heads, 64).to(dtype) for heads in (2, 1, 1))
+    return q, k, v, Gate(log_decay=-2 * mean * torch.rand(1, T, 2))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
+    """FoX's definition with one matrix of logits per head."""
+    sums = cast(Tensor, gate.log_decay).cumsum(1).mT
+    logits = torch.einsum("bthk,bjk->bhtj", q, k[:, :, 0]) * q.shape[3] ** -0.5 + sums[..., None] - sums[:, :, None]
+    hidden = torch.ones(logits.shape[2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bhtj,bjv->bthv", logits.masked_fill(hidden, -torch.inf).softmax(-1), v[:, :, 0])
+
+
+def errors(dtype: torch.dtype, channels: int, T: int, mean: float) -> list[float]:
+    """Relative errors of the output, the largest of q, k and v, and that of the gate, against float64."""
+    q, k, v, gate = gated(T, mean, dtype)
+    kernel = sdpa_kernel(get("fox").form_set, channels)
+    got = value_and_gradients(lambda *x: kernel.run(*x, SoftmaxOptions()), (q, k, v, gate))
+    exact = value_and_gradients(dense, (q.double(), k.double(), v.double(), gate.map(lambda x: x.double())))
+    off = {name: relative_error(x, exact[name]) for name, x in got.items()}
+    return [off["o"], max(off[x] for x in "qkv"), off["log_decay"]]
+
+
+def test_errors_are_what_the_page_says() -> None:
+    """The bound of a logit, and the measured errors, of every dtype, number of channels, length and mean gate."""
+    assert {row[0] for row in ROWS} == set(DTYPES)
+    for name, channels, T, mean, bound, *listed in ROWS:
+        case = (DTYPES[name], int(channels), int(T), float(mean))
+        assert float(bound) == float(f"{logit_error(case[2] * case[3], case[0], case[1]):.1e}"), case
+        found = errors(*case)
+        assert all(got <= float(most) for got, most in zip(found, listed, strict=True)), (case, found)
+
+
+@pytest.mark.parametrize("option", ["window", "sink", "softcap", "return_lse"])
+def test_what_it_cannot_do_is_refused_by_name(option: str) -> None:
+    value: Any = {"window": 4, "sink": torch.zeros(4), "softcap": 1.0, "return_lse": True}[option]
+    call = Call(*random_inputs("fox"), options={option: value})
+    with pytest.raises(UnavailableError, match=f"the sdpa form has no option {option} here"):
+        choose(get("fox"), "sdpa", call)
+
+
+def test_auto_takes_it_where_no_kernel_serves_and_its_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, gate = gated(128, 1.0, torch.bfloat16)
+    calls = {
+        "sdpa": Call(q, k, v, gate),
+        "reference": Call(q, k, v, replace(gate, log_decay=cast(Tensor, gate.log_decay) - 200)),
+    }
+    assert all(choose(get("fox"), "auto", call) == "reference" for call in calls.values())  # on a CPU
+    monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(attnzoo.forms.backends.fox_path, "refused", lambda call: "not here")
+    for form, call in calls.items():
+        assert choose(get("fox"), "auto", call) == form
+        assert choose(get("fox"), "sdpa", call) == "sdpa"
+        assert (f"off by at most {BUDGET:g}" in doubts(call)) == (form == "reference")
+    slopes = Gate(log_decay=torch.tensor([-10.0, -0.1]))
+    assert doubts(Call(q, k, v, slopes)) == ""
+    assert "which is not read here" in doubts(Call(q.to("meta"), k, v, slopes.map(lambda x: x.to("meta"))))
+    assert "these span more" in doubts(Call(q.float(), k.float(), v.float(), slopes))
+
+
+def test_a_layer_trains_and_goes_on_from_a_cache_like_the_reference() -> None:
+    torch.manual_seed(0)
+    plain = build_attention("fox", hidden_size=32, num_heads=4, num_kv_heads=2)
+    layer = build_attention("fox", hidden_size=32, num_heads=4, num_kv_heads=2, impl="sdpa")
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 12, 32)
+    (expected, got) = (module(x) for module in (plain, layer))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    got.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    with torch.no_grad():
+        cache = layer.new_cache()
+        parts = [layer(part, cache=cache) for part in x.split([7, 1, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-6)
