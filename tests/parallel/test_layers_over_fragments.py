@@ -4,11 +4,15 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from layers import layer, rows
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 from attnzoo import list_variants
 from attnzoo.config import ModelConfig
+from attnzoo.errors import UnavailableError
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.models import LanguageModel
 from attnzoo.parallel import Fragments, context_parallel
@@ -99,6 +103,21 @@ def test_what_cannot_be_shared_is_refused_by_name():
             layer("fox", forgetting=Forgetting())(x)
     with pytest.raises(ValueError, match="did you mean 'heads'"), context_parallel(fragments, "head"):
         pass
+
+
+def test_inside_torchs_own_context_parallel_layers_refuse_and_after_it_run():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        attn, x = layer("nope"), rows(1, 8)
+        mesh, expected = init_device_mesh("cpu", (1,)), attn(x)
+        with torch_context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+            with pytest.raises(UnavailableError, match=r"expected attnzoo\.parallel\.context_parallel"):
+                attn(x)
+            with context_parallel(Fragments.zigzag(x.shape[1], 1)), pytest.raises(UnavailableError, match="torch's"):
+                attn(x)
+        assert torch.equal(attn(x), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank_is_bit_equal_to_no_fragments():
