@@ -143,6 +143,8 @@ class TrainConfig:
         recompute: keep only each block's input for the backward pass and compute the rest again: slower, with less
             memory.
         context_parallel: number of processes that share each sequence.
+        exchange_timeout: seconds for which a process waits for the others, at the start and in each exchange, before
+            it ends the run.
         sharding: `none` (each process has the whole model) or `fsdp` (each has a part of it, and of the optimizer's
             state).
         device: `auto` (what accelerate finds) or `cpu`.
@@ -172,6 +174,7 @@ class TrainConfig:
     compile: bool = False
     recompute: bool = False
     context_parallel: int = 1
+    exchange_timeout: int = 600
     sharding: str = "none"
     device: str = "auto"
     log_every: int = 10
@@ -188,7 +191,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")
-        at_least(self, 1, "context_parallel")
+        at_least(self, 1, "context_parallel", "exchange_timeout")
         if self.compile and self.context_parallel > 1:
             raise ValueError(f"compile=true: expected false with context_parallel={self.context_parallel}")
         at_least(self, 1, "batch_size", below=2**31)

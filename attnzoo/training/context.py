@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.models.loss import IGNORED
@@ -37,15 +38,15 @@ class Sharing:
     @classmethod
     def of(cls, config: TrainConfig, accelerator: Accelerator, model: LanguageModel) -> Sharing:
         """The groups of a run; called by all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed import new_subgroups
 
         ranks, processes = config.context_parallel, accelerator.num_processes
         groups, number = config.groups(processes), accelerator.process_index // ranks
         if ranks == 1:
             return cls(groups, number)
-        mesh = init_device_mesh(accelerator.device.type, (groups, ranks), mesh_dim_names=("data", "context"))
+        group, _ = new_subgroups(ranks, timeout=timedelta(seconds=config.exchange_timeout))
         causal = any(layer.variant.side == "softmax" for layer in model.attentions())
-        return cls(groups, number, "zigzag" if causal else "contiguous", mesh["context"].get_group())
+        return cls(groups, number, "zigzag" if causal else "contiguous", group)
 
     def share(self, rows: TokenBatch) -> TokenBatch:
         """This process's part of the rows of its group."""

@@ -41,6 +41,7 @@ FREE = frozenset(
         "compile",
         "recompute",
         "context_parallel",
+        "exchange_timeout",
         "sharding",
         "device",
         "gradient_accumulation",

@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 
 QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher reports errors
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-PATIENCE = timedelta(minutes=10)  # wait for processes started by hand or by a cluster
 GONE = "another process has gone"
-# Messages of gloo and NCCL about a lost peer; neither has an error class for it.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+# Messages of gloo and NCCL about a lost peer, or one that hangs; neither has an error class for it.
+LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+    "Timed out waiting",
+)  # fmt: skip
 
 
 class LaunchError(RuntimeError):
@@ -95,10 +97,13 @@ def launch(command: Sequence[str], processes: int) -> None:
 
 
 @contextmanager
-def waiting_for_others() -> Iterator[timedelta | None]:
-    """The time to wait for the other processes that the environment names; None for the launcher's own time.
+def waiting_for_others(limit: timedelta) -> Iterator[None]:
+    """The block that connects this process with others; it says for how long it waits for those that nobody launched.
 
     Variables left over in the environment may name processes that nobody starts; the error says so.
+
+    Args:
+        limit: time until it gives up.
 
     Raises:
         TimeoutError: the other processes have not started.
@@ -107,17 +112,17 @@ def waiting_for_others() -> Iterator[timedelta | None]:
 
     processes = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ or not processes.isdecimal() or int(processes) < 2:
-        yield None
+        yield
         return
-    rank, minutes = os.environ.get("RANK", "0"), PATIENCE.total_seconds() / 60
+    rank, seconds = os.environ.get("RANK", "0"), limit.total_seconds()
     alone = "unset RANK and WORLD_SIZE to train in one process"
-    text = "RANK=%s and WORLD_SIZE=%s are set: this process waits for the others, at most %g minutes; %s"
-    logger.warning(text, rank, processes, minutes, alone)
+    text = "RANK=%s and WORLD_SIZE=%s are set: this process waits for the others, at most %g seconds; %s"
+    logger.warning(text, rank, processes, seconds, alone)
     try:
-        yield PATIENCE
+        yield
     except torch.distributed.DistError as error:
         raise TimeoutError(
-            f"RANK={rank}, WORLD_SIZE={processes}: the other processes have not come in {minutes:g} minutes; {alone}"
+            f"RANK={rank}, WORLD_SIZE={processes}: the other processes have not come in {seconds:g} seconds; {alone}"
         ) from error
 
 

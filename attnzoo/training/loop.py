@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -327,7 +328,8 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     AcceleratorState._reset_state()
     # A plugin, because the plain argument gives way to a launcher's environment variable.
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
-    with waiting_for_others() as limit:
+    limit = timedelta(seconds=config.exchange_timeout)
+    with waiting_for_others(limit):
         accelerator = Accelerator(
             # else accelerate would not connect its processes
             cpu=config.device == "cpu" or not torch.accelerator.is_available(),
@@ -335,7 +337,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
             gradient_accumulation_plugin=plugin,
             log_with="tensorboard" if config.tensorboard else None,
             project_dir=config.output_dir,
-            kwargs_handlers=[] if limit is None else [InitProcessGroupKwargs(timeout=limit)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)],
         )
     if accelerator.distributed_type in (
         DistributedType.FSDP,

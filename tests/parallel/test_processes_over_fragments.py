@@ -2,8 +2,11 @@
 
 import os
 import socket
+import time
 import traceback
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -11,6 +14,7 @@ import torch.multiprocessing as mp
 from attnzoo import Prune, get
 from attnzoo.parallel import Fragments
 from attnzoo.samples import random_inputs
+from attnzoo.training.launch import lost_another
 
 T = 21
 CASES = {
@@ -48,12 +52,28 @@ def differences(rank):
             yield case, error, max(float((a - fragments.shard(b)).abs().max() / b.abs().max()) for a, b in pairs)
 
 
+def left_alone(rank):
+    """What rank 0 is told, and after how many seconds, of a rank 1 that takes no part in an exchange."""
+    os.environ["RANK"] = str(rank)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            Fragments.zigzag(8, group).gather(torch.ones(1, 4))
+    except RuntimeError as error:
+        return lost_another(error), time.monotonic() - start, str(error)
+    finally:
+        dist.barrier()  # of all: until then rank 1 is alive, and only slow
+    return None
+
+
 def work(rank, port, results):
     try:
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=2)
         results.put((rank, list(differences(rank))))
+        results.put((rank, left_alone(rank)))
         dist.destroy_process_group()
     except Exception:
         results.put((rank, traceback.format_exc()))
@@ -65,21 +85,38 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_two_processes_give_what_one_does():
+@pytest.fixture(scope="module")
+def told():
+    """By rank, what the processes say, one thing after the other."""
     context = mp.get_context("spawn")
     results, port = context.Queue(), free_port()
     processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     try:
-        for _ in processes:
-            rank, found = results.get(timeout=120)
-            assert isinstance(found, list), found
-            assert len(found) == len(CASES) * len(FRAGMENTS)
-            for case, value, gradient in found:
-                assert value <= 1e-10, (rank, case, value)
-                assert gradient <= 1e-9, (rank, case, gradient)
+        found = {0: [], 1: []}
+        for _ in range(4):
+            rank, one = results.get(timeout=120)
+            assert not isinstance(one, str), one
+            found[rank].append(one)
+        yield found
     finally:
         for process in processes:
             process.terminate()
             process.join()
+
+
+def test_two_processes_give_what_one_does(told):
+    for rank, (found, _) in told.items():
+        assert len(found) == len(CASES) * len(FRAGMENTS)
+        for case, value, gradient in found:
+            assert value <= 1e-10, (rank, case, value)
+            assert gradient <= 1e-9, (rank, case, gradient)
+
+
+def test_a_rank_that_hangs_ends_the_others_in_bounded_time(told):
+    (_, (lost, seconds, words)), (_, nothing) = told[0], told[1]
+    assert nothing is None
+    assert lost, words
+    assert "\n" not in words.strip()
+    assert 0.9 < seconds < 10

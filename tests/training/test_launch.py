@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -187,8 +186,8 @@ def test_processes_that_the_environment_names_and_nobody_starts_are_said_and_wai
 ):
     tiny_runs.write_text(tmp_path)
     (tmp_path / "config.yaml").write_text(to_yaml(tiny_runs.config_of(tmp_path)))
-    monkeypatch.setattr("attnzoo.training.launch.PATIENCE", timedelta(seconds=1.2))
-    monkeypatch.setattr(sys, "argv", ["attnzoo", "train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path}/run"])
+    words = [str(tmp_path / "config.yaml"), f"output_dir={tmp_path}/run", "exchange_timeout=1"]
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "train", *words])
     left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
     for name, value in left.items():
         monkeypatch.setenv(name, value)
@@ -202,5 +201,5 @@ def test_processes_that_the_environment_names_and_nobody_starts_are_said_and_wai
     said = capfd.readouterr().err
     assert ended == 2, said
     assert "Traceback" not in said
-    assert "RANK=0 and WORLD_SIZE=2 are set: this process waits for the others, at most 0.02 minutes" in said
-    assert "the other processes have not come in 0.02 minutes; unset RANK and WORLD_SIZE" in said.splitlines()[-1]
+    assert "RANK=0 and WORLD_SIZE=2 are set: this process waits for the others, at most 1 seconds" in said
+    assert "the other processes have not come in 1 seconds; unset RANK and WORLD_SIZE" in said.splitlines()[-1]
