@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.evaluation.scores import score_targets
+from attnzoo.parallel import Fragments, context_parallel
 
 TOKENS = 2**14  # tokens of a forward pass, if a window is not longer
 Array = npt.NDArray[np.float64]
@@ -45,32 +47,42 @@ class LossCurve:
         return float(self.loss[first : index + (width - 1) // 2].mean())
 
 
-def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None) -> LossCurve:
+def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None, over: Any = None) -> LossCurve:
     """L(i) and P(l) over held-out windows of any length, in memory O(L).
 
     Args:
         model: as :func:`token_losses` takes it.
         windows: token ids ``[N, L + 1]``, such as :func:`attnzoo.data.heldout_windows` gives.
         context: tokens per training sequence.
+        over: as :func:`token_losses` takes it.
     """
-    losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]))
+    losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]), over)
     loss, N = losses.mean(0), len(losses)
     error = losses.std(0, ddof=1) / math.sqrt(N) if N > 1 else np.full_like(loss, math.nan)
     return LossCurve(context, N, loss, error, perplexity_over_lengths(loss))
 
 
-def token_losses(model: nn.Module, windows: Tensor, batch_size: int = 4) -> Array:
+def token_losses(model: nn.Module, windows: Tensor, batch_size: int = 4, over: Any = None) -> Array:
     """Negative log-likelihood of every token of every window.
 
     Args:
         model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
         windows: token ids ``[N, L + 1]``; index i is predicted from everything before it.
         batch_size: windows per forward pass.
+        over: process group or one-dimensional device mesh whose ranks share every window, and which all call this with
+            the same windows; None: this process alone.
 
     Returns:
-        Nats, float64, ``[N, L]``.
+        Nats, float64, ``[N, L]``, on every rank.
     """
-    rows = [score_targets(model, batch[:, :-1], batch[:, 1:])[0].cpu() for batch in windows.split(batch_size)]
+    if over is None:
+        rows = [score_targets(model, batch[:, :-1], batch[:, 1:])[0].cpu() for batch in windows.split(batch_size)]
+    else:
+        fragments, rows = Fragments.zigzag(windows.shape[1] - 1, over), []
+        for batch in windows.split(batch_size):
+            with context_parallel(fragments):
+                nats, _ = score_targets(model, *fragments.shard(batch[:, :-1], batch[:, 1:]))
+            rows.append(fragments.gather(nats).cpu())
     return np.asarray(torch.cat(rows).numpy(), dtype=np.float64)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.experimental import context_parallel as torch_cont
 from attnzoo import list_variants
 from attnzoo.config import ModelConfig
 from attnzoo.errors import UnavailableError
+from attnzoo.evaluation.losses import measure_losses
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.models import LanguageModel
 from attnzoo.parallel import Fragments, context_parallel
@@ -125,3 +126,14 @@ def test_one_rank_is_bit_equal_to_no_fragments():
     with context_parallel(Fragments.contiguous(T, 1)):
         shared = attn(x)
     assert torch.equal(shared, attn(x))
+
+
+def test_losses_by_position_of_windows_that_ranks_share_are_those_of_one_process():
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, attention=["fox", "mamba2"])
+    model = LanguageModel(config).double()
+    windows = torch.randint(0, 11, (3, 24))
+    expected = measure_losses(model, windows)
+    for found in on_ranks(2, lambda rank: measure_losses(model, windows, over=dist.group.WORLD)):
+        assert abs(found.loss - expected.loss).max() < 1e-6  # logits are scored in float32
+        assert found.windows == 3
