@@ -319,7 +319,7 @@ class LanguageModel(nn.Module):
             budget: tokens or memory that each layer with One-Pass Forgetting may hold; see there.
 
         Raises:
-            ValueError: no layer can evict, or one that should has no QK-norm, whose weights bound later queries.
+            ValueError: no layer can evict, or one that should has no bound of later scores (QK-norm or a softcap).
         """
         layers = self.attentions()
         if budget is not None and not any(layer.forget is not None for layer in layers):

@@ -300,7 +300,7 @@ def test_caches_that_cannot_forget_say_why():
     with pytest.raises(ValueError, match="evict: expected a weight where the layer forgets"):
         layer("fox", forgetting=Forgetting(), qk_norm="rms").new_cache(evict="offload")
     with pytest.raises(
-        ValueError, match="evict: expected None or a layer with qk_norm, whose weights bound later queries, got"
+        ValueError, match="evict: expected None or a layer with qk_norm or softcap, which bound later scores, got"
     ):
         layer("fox", forgetting=Forgetting()).new_cache(evict=1e-3)  # offloading would be refused as well
 

@@ -380,7 +380,7 @@ def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match="unknown form 'tritn' of 'fox': .*did you mean 'triton'"):
         get("fox").extend(*random_inputs("fox"), form="tritn")
     assert get("wall").options("parallel") == (
-        "scale", "prune", "logit_bound", "window", "sink", "valid", "cu_seqlens", "return_lse",
+        "scale", "prune", "logit_bound", "window", "sink", "valid", "cu_seqlens", "return_lse", "softcap",
     )  # fmt: skip
     assert get("gla").options("chunk") == ("scale", "valid", "cu_seqlens", "write", "delta_rule")
     for form in ("paralel", "fla"):
