@@ -7,9 +7,8 @@ operator has no gradient.
 
 from __future__ import annotations
 
-import json
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,11 +30,14 @@ def attend(
 
     Args:
         parts, names: names of the gate's parts and of the options that are tensors, separated by spaces.
-        rest: the other options as JSON, ``prune`` as its fields.
+        rest: the other options as ``name=value``, separated by spaces; ``prune`` as its fields ``eps`` and ``bound``.
     """
-    named, numbers = dict(zip(parts.split(), gate, strict=True)), json.loads(rest)
-    if "prune" in numbers:
-        numbers["prune"] = Prune(**numbers["prune"])
+    named, numbers = dict(zip(parts.split(), gate, strict=True)), {}
+    for word in rest.split():
+        name, _, value = word.partition("=")
+        numbers[name] = literal_eval(value)
+    if "eps" in numbers:
+        numbers["prune"] = Prune(numbers.pop("eps"), numbers.pop("bound"))
     given = dict(zip(names.split(), tensors, strict=True))
     o: Tensor = get(variant).forms[form](q, k, v, Gate(**named), **given, **numbers)
     return o.contiguous()
@@ -50,12 +52,13 @@ def exported(
     variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
 ) -> Tensor:
     """The output of ``forms[form](q, k, v, gate, **options)``, computed by the operator :func:`attend`."""
-    numbers = {name: value for name, value in options.items() if name not in TENSORS}
-    if "prune" in numbers:
-        numbers["prune"] = asdict(numbers["prune"])
+    prune: Prune | None = options.get("prune")
+    numbers = [f"{name}={value!r}" for name, value in options.items() if name not in (*TENSORS, "prune")]
+    if prune is not None:
+        numbers += [f"eps={prune.eps!r}", f"bound={prune.bound!r}"]
     given = {name: options[name] for name in TENSORS if name in options}
     o: Tensor = attend(
         variant, form, q, k, v, " ".join(gate.parts), [getattr(gate, name) for name in gate.parts],
-        " ".join(given), [*given.values()], json.dumps(numbers),
+        " ".join(given), [*given.values()], " ".join(numbers),
     )  # fmt: skip
     return o

@@ -297,7 +297,7 @@ def test_a_model_gives_up_what_some_layers_need_no_more():
             "fox",
             {"qk_norm": "none"},
             1e-4,
-            "evict: expected None or a layer with qk_norm, .* or 'offload', got 0.0001 and",
+            "evict: expected None or a layer with qk_norm or softcap, .* or 'offload', got 0.0001 and",
         ),
         ("mamba2", {}, 1e-4, "evict: 'mamba2' is the linear side, whose state does not grow"),
         (

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from tiny_runs import StoppedError, config_of, outcome, said, stop_at
 
-from attnzoo.benchmarks.measure import machine, save
+from attnzoo.benchmarks.measure import describe_versions, save
 from attnzoo.cli import app
 from attnzoo.data.texts import text_files
 from attnzoo.experiments.outcome import Outcome, save_outcome
@@ -73,7 +73,7 @@ def test_folders_of_others_with_such_names_are_texts(texts):
 
 
 def test_results_among_texts_are_no_texts(texts, caplog):
-    save(texts / "bench", {"machine": machine(), "rows": []}, "| a table |\n")
+    save(texts / "bench", {"machine": describe_versions(), "rows": []}, "| a table |\n")
     (texts / "measured").mkdir()
     save_outcome(Outcome("copy", "cpu", (), (), "2026-01-31", "", {}, ""), texts / "measured/result.json")
     (texts / "measured/result.md").write_text("# Copying\n")
