@@ -18,6 +18,7 @@ from trained import HERE, ROOT, model_of
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.models import LanguageModel
+from attnzoo.precision import GateAffine
 
 OUT = HERE.parent / "interactive" / "fox_weights.js"
 BEFORE, AFTER = "// written by docs/figures/home.py\nwindow.foxWeights = ", ";\n"
@@ -57,7 +58,9 @@ def write(model: LanguageModel, facts: Facts) -> str:
 
     A scale is rounded down to the upper half of a float32, so that writing what was read changes nothing.
     """
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    layers = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | GateAffine | nn.Embedding)
+    ]
     tensors = {}
     for name, weight in model.state_dict().items():
         if name == "head.weight":  # the embedding's
