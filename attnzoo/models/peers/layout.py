@@ -35,9 +35,10 @@ class Layout:
 
 def common_sizes(settings: Settings) -> dict[str, Any]:
     """The fields of a ModelConfig that every peer's settings name alike."""
+    tied = settings.fields.get("model_type") == "smollm3"  # where nothing is said
     return {
         "hidden_size": settings["hidden_size"], "num_layers": settings["num_hidden_layers"],
-        "vocab_size": settings["vocab_size"], "tie_embeddings": settings.get("tie_word_embeddings", False),
+        "vocab_size": settings["vocab_size"], "tie_embeddings": settings.get("tie_word_embeddings", tied),
         "initializer_range": settings.get("initializer_range", 0.02),
     }  # fmt: skip
 
