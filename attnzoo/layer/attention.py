@@ -31,8 +31,7 @@ from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import SharedStream, shared_rows
-from attnzoo.layer.stream import LayerCache, Owner, Stream, check_hidden, rows_of_call
-from attnzoo.parallel.context import current
+from attnzoo.layer.stream import LayerCache, Owner, Stream, check_hidden, rows_of_call, shared_context
 from attnzoo.precision import LinearMap, PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -205,7 +204,7 @@ class Attention(PreciseModule):
         check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
-        context = current()
+        context = shared_context()
         if context is None:
             stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         else:

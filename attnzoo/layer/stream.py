@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import reads_values
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.state import check_rows, whole
 from attnzoo.forms.options import check_borders
+from attnzoo.parallel.context import CURRENT, ENTERED, Context
 
 
 class Owner(weakref.ref[nn.Module]):
@@ -269,6 +271,23 @@ class Packing:
         if self.valid is None:
             return x.reshape(1, tokens, -1)
         return x[self.valid][None]
+
+
+def shared_context() -> Context | None:
+    """The context of sequences that ranks share, or None.
+
+    Raises:
+        UnavailableError: torch's own ``context_parallel``, which puts a function of its own in place of
+            ``scaled_dot_product_attention``, as its documentation says.
+    """
+    if not torch.compiler.is_compiling():
+        home = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
+        if home.startswith("torch.distributed."):
+            raise UnavailableError(
+                "torch's context_parallel shares out scaled_dot_product_attention alone, and here layers would see the "
+                "keys of their own rank only: expected attnzoo.parallel.context_parallel in its place"
+            )
+    return CURRENT.get() if ENTERED else None
 
 
 def rows_of_call(

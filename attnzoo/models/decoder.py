@@ -20,10 +20,10 @@ from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.stream import AllOrNone, LayerCache
+from attnzoo.layer.stream import AllOrNone, LayerCache, shared_context
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
-from attnzoo.parallel.context import context_parallel, current
+from attnzoo.parallel.context import context_parallel
 from attnzoo.precision import LinearMap, PreciseModule
 
 
@@ -401,7 +401,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 
 def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
-    context = current()
+    context = shared_context()
     if context is not None:  # the backward pass may run in another thread, outside of the block of code
         arguments["context_fn"] = lambda: (nullcontext(), context_parallel(*context))
     return cast(Tensor, checkpoint(block, x, use_reentrant=False, **arguments))

@@ -7,10 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple, get_args
 
-import torch
-import torch.nn.functional as F
-
-from attnzoo.errors import UnavailableError, unknown
+from attnzoo.errors import unknown
 from attnzoo.parallel.attention import Transport
 from attnzoo.parallel.fragments import Fragments
 
@@ -26,23 +23,6 @@ CURRENT: ContextVar[Context | None] = ContextVar("attnzoo.parallel", default=Non
 """The context that layers run in, or None."""
 ENTERED: list[Context] = []
 """The contexts of all threads: compiled code can ask a list whether there is any, and no ContextVar."""
-
-
-def current() -> Context | None:
-    """The context that layers run in, or None.
-
-    Raises:
-        UnavailableError: torch's own ``context_parallel``, which puts a function of its own in place of
-            ``scaled_dot_product_attention``, as its documentation says.
-    """
-    if not torch.compiler.is_compiling():
-        home = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
-        if home.startswith("torch.distributed."):
-            raise UnavailableError(
-                "torch's context_parallel shares out scaled_dot_product_attention alone, and here layers would see the "
-                "keys of their own rank only: expected attnzoo.parallel.context_parallel in its place"
-            )
-    return CURRENT.get() if ENTERED else None
 
 
 @contextmanager

@@ -33,9 +33,12 @@ class Layout:
     centred: bool = False
 
 
-def common_sizes(settings: Settings) -> dict[str, Any]:
-    """The fields of a ModelConfig that every peer's settings name alike."""
-    tied = settings.fields.get("model_type") == "smollm3"  # where nothing is said
+def common_sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
+    """The fields of a ModelConfig that every peer's settings name alike.
+
+    Args:
+        tied: whether the head is the embedding where the settings do not say.
+    """
     return {
         "hidden_size": settings["hidden_size"], "num_layers": settings["num_hidden_layers"],
         "vocab_size": settings["vocab_size"], "tie_embeddings": settings.get("tie_word_embeddings", tied),

@@ -47,10 +47,10 @@ def olmo2(settings: Settings) -> Peer:
 def smollm3(settings: Settings) -> Peer:
     """SmolLM3: Llama of which every fourth layer has no rotation."""
     settings.only("use_sliding_window", False)
-    return _peer(settings, biases=settings.get("attention_bias", False))
+    return _peer(settings, biases=settings.get("attention_bias", False), tied=True)
 
 
-def _peer(settings: Settings, *, biases: bool, norm: str = "none") -> Peer:
+def _peer(settings: Settings, *, biases: bool, norm: str = "none", tied: bool = False) -> Peer:
     settings.only("hidden_act", "silu", "swish")
     settings.only("mlp_bias", False)
     kind = settings.fields["model_type"]
@@ -74,7 +74,7 @@ def _peer(settings: Settings, *, biases: bool, norm: str = "none") -> Peer:
     ]  # fmt: skip
     config = ModelConfig(
         attention=pattern(entries), attention_options=options, num_heads=H,
-        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
+        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied),
     )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
