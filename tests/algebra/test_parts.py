@@ -135,6 +135,7 @@ LISTS = {  # where names of several parts stand together, and why
     "forms.backends.recurrent": "what a kernel reads",
     "forms.backends.fox_path": "what a kernel reads",
     "forms.backends.wall": "what a kernel reads",
+    "forms.backends.sdpa": "what a kernel reads",
 }
 
 
