@@ -50,10 +50,12 @@ class Extension:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
+    """AdamW or Muon, with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
     appendix B).
 
     Args:
+        name: `adamw`, or `muon`: Muon for the matrices of linear layers, with AdamW's size of an update, and AdamW for
+            gates, embeddings, the head and all that is no matrix. `beta1` is Muon's momentum.
         lr: the peak of the learning rate, reached after `warmup_steps`.
         beta1: decay of the mean of the gradients.
         beta2: decay of the mean of their squares.
@@ -67,6 +69,7 @@ class OptimizerConfig:
         ValueError: a number out of range.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -80,6 +83,7 @@ class OptimizerConfig:
         above(self, 0.0, "lr", "eps", "clip_norm")
         at_least(self, 0, "weight_decay", "warmup_steps")
         finite(self, "lr", "eps", "weight_decay")
+        one_of(self, "name", ["adamw", "muon"])
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")

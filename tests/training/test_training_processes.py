@@ -66,12 +66,14 @@ TIED = (
 )  # fmt: skip
 BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: true}},mamba2]")
 PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
+MUON = ("optimizer.name=muon",)
 SHARED = ("context_parallel=2", "gradient_accumulation=4")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
     "two", "one-two", "extended", "stopped", "stopped",
     "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
+    "|".join(["parts-muon", FSDP, *MUON]),
     "parts-whole", "|".join(["pure-two", *PURE]), "|".join(["shared", *SHARED]),
     *2 * ("|".join(["shared-killed", *SHARED]),),
     "|".join(["shared-packed", *PACKED, *SHARED]), "|".join(["shared-task", *TASK, *SHARED]),
@@ -141,8 +143,8 @@ def runs(config_file):
     Two went on in `extended` for longer than the one of `one`, as one did in `one-extended`.
 
     Two processes shared the model in `parts`, in `parts-killed`, of which one was killed and which went on, in
-    `parts-tied`, which one process began with other settings, and in `parts-bf16`. They each had a copy in
-    `parts-whole`, which began with a sharded checkpoint of one process, and in `pure-two`, with weights in bfloat16.
+    `parts-tied`, which one process began with other settings, in `parts-bf16` and in `parts-muon`. They each had a copy
+    in `parts-whole`, which began with a sharded checkpoint of one process, and in `pure-two`, with weights in bfloat16.
     """
     from attnzoo.config import load_config
     from attnzoo.training import extend, train
@@ -154,6 +156,7 @@ def runs(config_file):
         "task-one": TASK,
         "one-tied": TIED,
         "one-bf16": BF16,
+        "one-muon": MUON,
         "pure-one": PURE,
         "one-parts": (FSDP,),
     }
@@ -279,6 +282,11 @@ def test_processes_that_share_a_model_train_what_one_trains(runs):
     assert parts == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert not (newest(runs / "parts") / "model.safetensors").exists()
     assert numbers(runs / "parts") == pytest.approx(numbers(runs / "one"), rel=1e-4)
+
+
+def test_parts_of_matrices_move_by_muon_as_whole_ones_do(runs):
+    assert numbers(runs / "parts-muon") == pytest.approx(numbers(runs / "one-muon"), rel=1e-2)
+    assert numbers(runs / "one-muon")[-2] != pytest.approx(numbers(runs / "one")[-2], rel=1e-2)
 
 
 def test_nothing_that_16_bits_do_not_hold_is_gathered_in_them(runs):
