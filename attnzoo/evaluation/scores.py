@@ -53,6 +53,6 @@ def score_targets(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Te
 def _before_the_head(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The head's input ``[B, T, D]`` and the head; for other models the logits and an identity."""
     whole: Any = model
-    if hasattr(model, "hidden") and hasattr(model, "head"):
-        return whole.hidden(tokens), whole.head
+    if hasattr(model, "hidden") and hasattr(model, "logits"):
+        return whole.hidden(tokens), whole.logits
     return whole(tokens).logits, lambda logits: logits

@@ -150,8 +150,7 @@ class FixedStream(Stream):
     fixed: FixedCache = field(kw_only=True)
 
     def positions(self) -> Tensor:
-        now = self.fixed.rows.length[:, None]
-        return now if self.shape[1] == 1 else now + torch.arange(self.shape[1], device=self.device)
+        return self.fixed.rows.places()
 
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         window = self.fixed.windows[name]

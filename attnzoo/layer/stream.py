@@ -317,6 +317,19 @@ def rows_of_call(
     return Stream(valid, cache, shape, x.device), None
 
 
+def positions_of(
+    layer: Any, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
+) -> Tensor:
+    """The index of each token of a layer's call in its sequence, ``[B, T]`` int64; padding does not count."""
+    check_hidden(x, layer.config.hidden_size, layer.q_proj)
+    context = shared_context()
+    if context is not None:
+        return context.fragments.positions().to(x.device).expand(x.shape[:2])
+    stream, packing = rows_of_call(layer, x, cu_seqlens, attention_mask, cache)
+    index = stream.positions()
+    return index if packing is None else packing.pack(index[..., None], x.shape[1])[..., 0]
+
+
 def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
     """Raise where ``x`` is not ``[B, T, D]`` with T >= 1 in the dtype and on the device of the layer's ``projection``.
 

@@ -10,6 +10,8 @@ from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 
 DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
+NORMS = ("before", "after", "both")
+WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
 KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
 
 
@@ -20,7 +22,7 @@ class LayerSpec:
     Args:
         name: the variant's name.
         options: keyword options of `build_attention`.
-        norm: whether the norms of its block stand `before` attention and MLP, or `after` them.
+        norm: whether the norms of its block stand `before` attention and MLP, `after` them, or `both`.
     """
 
     name: str
@@ -30,7 +32,7 @@ class LayerSpec:
 
 @dataclass
 class ModelConfig:
-    """A decoder of RMSNorm, attention and SwiGLU blocks.
+    """A decoder of blocks of attention and MLP; by default with RMSNorm and SwiGLU.
 
     `attention` is one of
 
@@ -40,7 +42,8 @@ class ModelConfig:
 
     An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
     {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
-    for those layers only. `norm: after` puts the norms of these blocks behind attention and MLP (OLMo 2).
+    for those layers only. `norm: after` puts the norms of these blocks behind attention and MLP (OLMo 2), `norm: both`
+    has norms before and behind them (Gemma 2).
 
     Args:
         attention: the variant of each layer, as above.
@@ -49,11 +52,19 @@ class ModelConfig:
         hidden_size: D.
         num_layers: blocks.
         num_heads: H, query heads per layer.
-        intermediate_size: width inside the SwiGLU; None for 8/3 of `hidden_size`, rounded up to a multiple of 64;
+        intermediate_size: width inside the MLP; None for 8/3 of `hidden_size`, rounded up to a multiple of 64;
             0 for blocks without one, as Mamba-2's.
+        mlp_activation: `silu`, `gelu` or `gelu_tanh` (by its approximation).
+        mlp_gated: whether the activation gates a second projection, as in SwiGLU and GeGLU.
+        mlp_bias: learned biases in the MLP.
         vocab_size: 256 for bytes.
         tie_embeddings: one matrix for the embedding and the head.
-        norm_eps: added to mean squares in the blocks' norms.
+        norm_kind: `rms`, or `layer` for LayerNorm with a bias, of all norms around attention and MLP and the last.
+        norm_eps: added to mean squares in these norms.
+        embedding_scale: factor of the token embeddings, not of a head that is tied to them (Gemma).
+        learned_positions: the number of learned vectors, one for each position, that are added to the embeddings
+            (GPT-2); no text can be longer. None for none.
+        logit_softcap: `softcap tanh(l / softcap)` takes the place of each logit l (Gemma 2); None for none.
         initializer_range: standard deviation of the initial linear and embedding weights.
 
     Raises:
@@ -70,6 +81,13 @@ class ModelConfig:
     vocab_size: int = 256
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
+    norm_kind: str = "rms"
+    mlp_activation: str = "silu"
+    mlp_gated: bool = True
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    learned_positions: int | None = None
+    logit_softcap: float | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -81,12 +99,19 @@ class ModelConfig:
         at_least(self, 1, "hidden_size", "num_heads", below=WIDEST)
         if self.intermediate_size is not None:
             at_least(self, 0, "intermediate_size", below=WIDEST)
-        above(self, 0.0, "norm_eps", "initializer_range")
+        if self.learned_positions is not None:
+            at_least(self, 1, "learned_positions", below=2**31)
+        above(self, 0.0, "norm_eps", "initializer_range", "embedding_scale")
+        if self.logit_softcap is not None:
+            above(self, 0.0, "logit_softcap")
+        for name, known in WORDS.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
         self.layers()
 
     @property
     def mlp_size(self) -> int:
-        """The width inside the SwiGLU."""
+        """The width inside the MLP."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         return -(-8 * self.hidden_size // (3 * 64)) * 64
@@ -134,6 +159,6 @@ class ModelConfig:
             if option in options:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
         norm = entry.get("norm", "before")
-        if norm not in ("before", "after"):
-            raise unknown("norm", norm, ["before", "after"], of=name)
+        if norm not in NORMS:
+            raise unknown("norm", norm, NORMS, of=name)
         return [LayerSpec(name, options, norm)] * repeat

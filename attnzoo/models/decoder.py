@@ -1,4 +1,4 @@
-"""The decoder: embeddings, blocks of RMSNorm, attention and SwiGLU, a final norm and a head."""
+"""The decoder: embeddings, blocks of norms, attention and MLP, a final norm and a head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.gates.hgrn2 import lower_bounds
-from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.stream import AllOrNone, LayerCache, shared_context
-from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
+from attnzoo.layer.stream import AllOrNone, LayerCache, positions_of, shared_context
+from attnzoo.models.block import DecoderBlock, build_norm
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss
 from attnzoo.parallel.context import context_parallel
 from attnzoo.precision import LinearMap, PreciseModule
 
@@ -41,64 +40,6 @@ class ModelOutput:
 
 
 torch.export.register_dataclass(ModelOutput)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), without biases (Shazeer 2020)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.gate = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The MLP's output [..., D] for x [..., D]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
-class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) where there is an MLP; norms may stand after both instead."""
-
-    def __init__(self, config: ModelConfig, layer: LayerSpec):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
-        self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
-        self.after = layer.norm == "after"
-        wide = config.mlp_size > 0
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if wide else None
-        self.mlp = SwiGLU(config.hidden_size, config.mlp_size) if wide else None
-
-    def forward(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cache: LayerCache | FixedCache | None = None,
-    ) -> Tensor:
-        """The block's output [B, T, D]; `cache` is that of its attention layer."""
-        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
-        return x + more
-
-    def apart(
-        self,
-        x: Tensor,
-        more: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cache: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`forward` of x + more, returned as two summands: torch.compile then fuses their sum with the next norm."""
-        x = x if more is None else x + more
-        given = x if self.after else self.attention_norm(x)
-        attended = self.attention(given, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
-        if self.after:
-            attended = self.attention_norm(attended)
-        if self.mlp is None or self.mlp_norm is None:
-            return x, attended
-        x = x + attended
-        return x, self.mlp_norm(self.mlp(x)) if self.after else self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -125,9 +66,10 @@ class LanguageModel(nn.Module):
         self.recompute = False
         self.chunk_loss = chunk_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(n, config.hidden_size) if (n := config.learned_positions) else None
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.lower_bounds = lower_bounds(self.attentions())
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = build_norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
@@ -140,8 +82,10 @@ class LanguageModel(nn.Module):
         tied = self.head if self.config.tie_embeddings else None
         for module in self.modules():
             precise = module.precise if isinstance(module, PreciseModule) else ()
-            if isinstance(module, nn.RMSNorm) and module.weight is not None:
+            if isinstance(module, nn.RMSNorm | nn.LayerNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
+            if isinstance(module, nn.LayerNorm):
+                nn.init.zeros_(module.bias)
             if isinstance(module, LinearMap | nn.Embedding) and module is not tied and "weight" not in precise:
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, LinearMap) and module.bias is not None and "bias" not in precise:
@@ -221,9 +165,10 @@ class LanguageModel(nn.Module):
                 recompute=_recompute if again else None,
             )
             if targets is not None and not with_logits:
-                rows, weight, each = x.flatten(0, 1), self.head.weight, self.chunk_loss
-                return ModelOutput(None, head_loss(rows, weight, targets.flatten(), chunk=each))
-            logits = self.head(x)  # [B, T, vocab]
+                softcap, each = self.config.logit_softcap, self.chunk_loss
+                loss = head_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), softcap=softcap, chunk=each)
+                return ModelOutput(None, loss)
+            logits = self.logits(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
             exact = logits.flatten(0, 1).to(compute_dtype(logits))
@@ -257,7 +202,10 @@ class LanguageModel(nn.Module):
         if embedded is None:
             self.check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
-        x = embedded  # [B, T, D]
+        places = None
+        if self.positions is not None:
+            places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, cache and cache[0])
+        x = self.placed(embedded, places)  # [B, T, D]
         with AllOrNone.of(cache, len(self.blocks)):
             for index, block in enumerate(self.blocks):
                 if states is not None:
@@ -268,6 +216,31 @@ class LanguageModel(nn.Module):
         if states is not None:
             states.append(x)
         return x
+
+    def placed(self, embedded: Tensor, places: Tensor | None) -> Tensor:
+        """The first block's input [B, T, D]: embeddings times their scale, plus learned vectors of their positions.
+
+        Args:
+            embedded: [B, T, D].
+            places: positions of the tokens, [B, T]; None where none are learned.
+
+        Raises:
+            ValueError: a position beyond the learned ones (read on a CPU, on a GPU with `ATTNZOO_VALIDATE=1`).
+        """
+        if self.config.embedding_scale != 1:  # rounded to the dtype, as Gemma's is
+            embedded = embedded * embedded.new_full((), self.config.embedding_scale)
+        if self.positions is None or places is None:
+            return embedded
+        known = self.positions.num_embeddings
+        if reads_values(places) and int(places.max()) >= known:
+            raise ValueError(
+                f"input_ids: expected at most {known} tokens (learned_positions), got {int(places.max()) + 1}"
+            )
+        return embedded + cast(Tensor, self.positions(places))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits [..., vocab] of the head's input [..., D], bounded where the configuration says so."""
+        return capped(self.head(x), self.config.logit_softcap)
 
     def check_tokens(
         self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
@@ -381,7 +354,7 @@ class LanguageModel(nn.Module):
         try:
             cache, step, tokens = self.new_cache(evict, budget), input_ids, [input_ids]
             for _ in range(max_new_tokens):
-                logits = self.head(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
+                logits = self.logits(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
                 step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
         finally:

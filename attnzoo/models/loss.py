@@ -16,7 +16,12 @@ LOGITS = 2**27  # logits held at a time: 512 MiB in float32
 ALIGNED = 64  # the head is padded to a multiple of rows for a GPU's full speed
 
 
-def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap tanh(logits / softcap)`` (Gemma 2); the logits themselves with None."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float | None = None) -> Tensor:
     """The sum of the cross-entropies in nats of the logits ``x @ weight.T``, of which the first ``vocab`` columns
     count.
 
@@ -25,13 +30,19 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor
         weight: [at least vocab, D].
         targets: int64 [n], -100 where a row does not count.
         vocab: size of the vocabulary.
+        softcap: see :func:`capped`.
     """
-    logits = F.linear(x, weight)[:, :vocab]
+    logits = capped(F.linear(x, weight)[:, :vocab], softcap)
     return F.cross_entropy(logits.to(compute_dtype(logits)), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, limit: int = LOGITS, chunk: Callable[..., Tensor] = chunk_loss
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    limit: int = LOGITS,
+    softcap: float | None = None,
+    chunk: Callable[..., Tensor] = chunk_loss,
 ) -> Tensor:
     """The mean cross-entropy in nats of the logits ``x @ weight.T`` over the targets that count.
 
@@ -44,6 +55,7 @@ def head_loss(
         weight: the head's weight, [vocab, D].
         targets: integers [N], -100 where a row does not count.
         limit: the most logits to hold at a time.
+        softcap: see :func:`capped`.
         chunk: :func:`chunk_loss`, or a compiled version.
     """
     targets, vocab, N = targets.long(), weight.shape[0], len(x)
@@ -51,10 +63,10 @@ def head_loss(
         weight = F.pad(weight, (0, 0, 0, -vocab % ALIGNED))
     chunks = -(-N // max(1, limit // len(weight)))
     if chunks == 1:
-        return chunk(x, weight, targets, vocab) / (targets != IGNORED).sum()
+        return chunk(x, weight, targets, vocab, softcap) / (targets != IGNORED).sum()
     rows = -(-N // chunks)
     sums = [
-        checkpoint(chunk, x[i : i + rows], weight, targets[i : i + rows], vocab, use_reentrant=False)
+        checkpoint(chunk, x[i : i + rows], weight, targets[i : i + rows], vocab, softcap, use_reentrant=False)
         for i in range(0, N, rows)
     ]
     return torch.stack(sums).sum() / (targets != IGNORED).sum()

@@ -83,7 +83,9 @@ class Operations:
         embedding = model.embedding.weight
         every = sum(parameter.numel() for parameter in model.parameters())
         tied = model.head.weight is embedding
-        self.parameters = every - (0 if tied else embedding.numel())
+        looked_up = [] if tied else [embedding]
+        looked_up += [] if model.positions is None else [model.positions.weight]
+        self.parameters = every - sum(table.numel() for table in looked_up)
         self._layers = [_layer(layer) for layer in _attentions(model).values()]
 
     def forward_per_token(self, context_length: int) -> float:

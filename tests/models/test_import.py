@@ -81,6 +81,22 @@ CASES |= {
         "OlmoHybrid", {**HYBRID, "linear_allow_neg_eigval": False, "layer_types": ["full_attention", LINEAR],
                        "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
+    "llama, biases of the MLP": ("Llama", {"mlp_bias": True}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0,
+                   "final_logit_softcapping": 3.0},
+    ),
+    "gemma2, other fields": (
+        "Gemma2", {"head_dim": 16, "attention_bias": True, "layer_types": ["full_attention"] * 2,
+                   "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
+                   "rope_parameters": YARN},
+    ),
+    "gpt2": ("GPT2", {"n_positions": 64}),
+    "gpt2, other fields": (
+        "GPT2", {"n_inner": 40, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True,
+                 "scale_attn_weights": False, "reorder_and_upcast_attn": True, "tie_word_embeddings": False},
+    ),
     "qwen3_5": ("Qwen3_5Text", {k: v for k, v in NEXT.items() if k != "num_experts"}),
 }  # fmt: skip
 
@@ -106,7 +122,8 @@ def peer(name, options):
         if old and str(error).startswith("`rope_scaling` must be a dictionary"):
             pytest.skip(f"this transformers has no such angles for {name}")
         raise
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")._from_config(
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{name.removesuffix('Text')}{head}")._from_config(
         config, attn_implementation="eager"
     )
     for parameter in model.parameters():  # norms and biases that do something
@@ -134,7 +151,20 @@ def test_logits_are_the_peers(case, tokens):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen3, windows", "qwen3_next", "mamba2", "phi3", "olmo2", "smollm3", "qwen3_5", "olmo_hybrid"]
+    "case",
+    [
+        "llama",
+        "qwen3, windows",
+        "qwen3_next",
+        "mamba2",
+        "phi3",
+        "olmo2",
+        "smollm3",
+        "qwen3_5",
+        "olmo_hybrid",
+        "gemma2",
+        "gpt2",
+    ],
 )
 def test_continuations_are_the_peers(case, tokens):
     theirs = peer(*CASES[case])
@@ -142,7 +172,19 @@ def test_continuations_are_the_peers(case, tokens):
     assert torch.equal(from_peer(theirs).generate(tokens, 12, temperature=0), expected)
 
 
-FOLDERS = ["llama", "qwen3_next", "mamba2", "phi3", "olmo2", "smollm3", "qwen3_5", "olmo_hybrid", "olmo_hybrid, still"]
+FOLDERS = [
+    "llama",
+    "qwen3_next",
+    "mamba2",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "qwen3_5",
+    "olmo_hybrid",
+    "olmo_hybrid, still",
+    "gemma2",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize(("case", "shards"), [("llama", "20KB"), *((case, "1GB") for case in FOLDERS)])

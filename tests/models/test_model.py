@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
 from attnzoo.layer.weight_decay import spared
-from attnzoo.models import LanguageModel, decoder
+from attnzoo.models import LanguageModel
 from attnzoo.precision import GateAffine, PreciseModule
 from attnzoo.training.optimizer import build_optimizer
 
@@ -72,7 +72,7 @@ class Biased(nn.Module):
 
 
 def test_what_is_kept_precise_has_its_own_initialisation(monkeypatch):
-    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Biased())
+    monkeypatch.setattr("attnzoo.models.block.build_attention", lambda name, **options: Biased())
     for model in (build(), copy.deepcopy(build())):
         model.reset_parameters()
         attention = model.blocks[0].attention
@@ -97,7 +97,7 @@ class Kept(PreciseModule):
 
 
 def test_weight_decay_spares_norms_biases_and_what_is_kept_precise(monkeypatch):
-    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Kept())
+    monkeypatch.setattr("attnzoo.models.block.build_attention", lambda name, **options: Kept())
     model = build(num_layers=1)
     assert spared(model) == {
         "blocks.0.attention_norm.weight",
@@ -141,7 +141,7 @@ def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
         built.append((name, options))
         return Biased()
 
-    monkeypatch.setattr(decoder, "build_attention", record)
+    monkeypatch.setattr("attnzoo.models.block.build_attention", record)
     build([{"name": "gla", "repeat": 2}, {"name": "fox", "options": {"acp": True, "num_heads": 4}}], num_layers=3)
     plain = {"hidden_size": 32, "num_heads": 2}
     assert built == [("gla", plain), ("gla", plain), ("fox", {"hidden_size": 32, "num_heads": 4, "acp": True})]

@@ -17,7 +17,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.config import OptimizerConfig, TrainConfig
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
-from attnzoo.models.decoder import SwiGLU
+from attnzoo.models.block import MLP
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate
@@ -144,8 +144,8 @@ def test_a_stopped_run_goes_on_in_other_parts(config_of):
 
 
 def test_random_states_are_restored(config_of, monkeypatch):
-    plain = SwiGLU.forward
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: torch.dropout(plain(self, x), 0.2, self.training))
+    plain = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda self, x: torch.dropout(plain(self, x), 0.2, self.training))
     reference = train(config_of(run="reference"))
     config = config_of()
     with pytest.raises(StoppedError):

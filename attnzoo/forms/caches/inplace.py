@@ -42,6 +42,11 @@ class BatchRows:
         """Tokens that a step takes of each sequence, ``[B]`` int32."""
         return self.active if self.tokens == 1 else self.active * self.tokens
 
+    def places(self) -> Tensor:
+        """The positions of a step's tokens, ``[B, tokens]`` int64."""
+        now = self.length[:, None]
+        return now if self.tokens == 1 else now + torch.arange(self.tokens, device=now.device)
+
     @staticmethod
     def idle(rows: int, device: torch.device | str = "cpu") -> BatchRows:
         """No sequence yet in any of ``rows`` rows."""

@@ -15,7 +15,8 @@ from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import LayerCache
-from attnzoo.models.decoder import DecoderBlock, LanguageModel
+from attnzoo.models.block import DecoderBlock
+from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.fused import StackedMaps
 from attnzoo.models.generation.fused import fuse as fused
 from attnzoo.models.generation.proposals import Proposals
@@ -41,7 +42,7 @@ class Batch:
         torn: whether a step failed after some layers had taken its tokens; no step can follow then.
 
     Raises:
-        ValueError: a variant without in-place steps.
+        ValueError: a variant without in-place steps, or more tokens than the model has learned positions.
         MemoryError: see :class:`~attnzoo.models.generation.engine.Generator`.
     """
 
@@ -58,6 +59,8 @@ class Batch:
         fuse: bool,
     ) -> None:
         self.model, self.device = model, model.embedding.weight.device
+        if max_tokens > (known := model.config.learned_positions or max_tokens):
+            raise ValueError(f"max_tokens: expected at most {known} (learned_positions), got {max_tokens}")
         self.evict, self.budget, self.graphed = evict, budget, graph
         self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
         self.blocks, self.products = list(model.blocks), list[StackedMaps]()
@@ -116,7 +119,7 @@ class Batch:
             if isinstance(request.start, Tensor):
                 cache = self.model.new_cache(self.evict, self.budget)
                 last = self.model.hidden(request.start[None], cache=cache)[:, -1]
-                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.logits(last), request.sampling.needs)
             else:
                 assert request.start is not None
                 cache, self.tokens[row] = request.start
@@ -200,11 +203,12 @@ class Batch:
     def _forward(self, needs: int) -> None:
         """One step of the whole model, which changes fixed tensors in place."""
         T, tokens = self.rows.tokens, self.tokens[:, None]
-        x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
+        tokens = tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1)
+        x = self.model.placed(self.model.embedding(tokens), self.rows.places())
         more = torch.zeros_like(x)
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x, more = self._block(block, x, more, cache)
-        logits = self.model.head(self.model.norm(x + more))  # [B, T, vocab]
+        logits = self.model.logits(self.model.norm(x + more))  # [B, T, vocab]
         if T == 1:
             self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
             self.rows.length += self.rows.active

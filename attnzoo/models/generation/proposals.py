@@ -131,11 +131,11 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
         if seen == len(known):  # the step that asked last has failed
             return last
         step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
-        likeliest = model.head(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
+        likeliest = model.logits(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
         caches[request] = cache, len(known), []
         ahead, found = [copy(layer) for layer in cache], [likeliest]
         for _ in range(tokens - 1):
-            found.append(model.head(model.hidden(found[-1], cache=ahead)).argmax(-1))
+            found.append(model.logits(model.hidden(found[-1], cache=ahead)).argmax(-1))
         proposed: list[int] = torch.cat(found, 1)[0].tolist()
         caches[request] = cache, len(known), proposed
         return proposed

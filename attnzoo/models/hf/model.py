@@ -312,6 +312,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 check_rising(positions, cu_seq_lens_q)
             else:
                 origin = follow(positions, batch, attention_mask, cache)
+            if origin is not None and self.model.positions is not None and bool((origin != 0).any()):
+                raise ValueError(f"position_ids: expected positions from 0, which are learned, got {origin.tolist()}")
         if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:
             raise ValueError(
                 "seq_idx: expected position_ids or cu_seq_lens_q beside it, which say where packed sequences start"
@@ -333,7 +335,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
                     raise ValueError(f"logits_to_keep: expected 0 beside labels, got {logits_to_keep}")
             rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.model.head(x[:, rows])
+            logits = self.model.logits(x[:, rows])
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -20,6 +20,7 @@ class Layout:
     Args:
         embedding, norm, layer: names of the token embedding, the last norm and a layer.
         attention_norm, mlp_norm: names of a layer's norms; `mlp_norm` is None for layers without an MLP.
+        attention_after, mlp_after: names of further norms, behind attention and MLP; None for none.
         attention: name of the attention module; empty where `take` gets names that include it.
         centred: whether norms scale by one plus their weights.
     """
@@ -31,6 +32,8 @@ class Layout:
     mlp_norm: str | None
     attention: str
     centred: bool = False
+    attention_after: str | None = None
+    mlp_after: str | None = None
 
 
 def common_sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
@@ -80,26 +83,29 @@ def decoder(
     yield "embedding.weight", weights(embedding if embedding in weights or not tied else head)
     for i, layout in enumerate(layouts):
         layer = layout.layer.format(i)
-        yield f"blocks.{i}.attention_norm.weight", scale(f"{layer}.{layout.attention_norm}")
+        names = ("attention_norm", "attention_after", "mlp_norm", "mlp_after")
+        for ours, theirs in ((name, getattr(layout, name)) for name in names):
+            if theirs is not None:
+                yield f"blocks.{i}.{ours}.weight", scale(f"{layer}.{theirs}")
         prefix = f"{layer}.{layout.attention}." if layout.attention else f"{layer}."
         for name, tensor in attention(lambda name, prefix=prefix: weights(prefix + name), i):  # type: ignore[misc]
             yield f"blocks.{i}.attention.{name}", tensor
         if layout.mlp_norm is not None:
-            yield f"blocks.{i}.mlp_norm.weight", scale(f"{layer}.{layout.mlp_norm}")
             yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
     yield "norm.weight", scale(whole.norm)
     yield "head.weight", weights(head if head in weights or not tied else embedding)
 
 
 def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
-    fused = f"{theirs}.gate_up_proj.weight"  # Phi-3's name
-    gate = weights(fused if fused in weights else f"{theirs}.gate_proj.weight")
-    down = weights(f"{theirs}.down_proj.weight")
-    if f"{theirs}.up_proj.weight" in weights:
-        up = weights(f"{theirs}.up_proj.weight")
-    else:  # one matrix for gate and up, the gate's half first
-        gate, up = gate.chunk(2, 0)
-    yield from ((f"{ours}.gate.weight", gate), (f"{ours}.up.weight", up), (f"{ours}.down.weight", down))
+    for part in ("weight", "bias") if f"{theirs}.down_proj.bias" in weights else ("weight",):
+        fused = f"{theirs}.gate_up_proj.{part}"  # Phi-3's name
+        gate = weights(fused if fused in weights else f"{theirs}.gate_proj.{part}")
+        if f"{theirs}.up_proj.{part}" in weights:
+            up = weights(f"{theirs}.up_proj.{part}")
+        else:  # one matrix for gate and up, the gate's half first
+            gate, up = gate.chunk(2, 0)
+        down = weights(f"{theirs}.down_proj.{part}")
+        yield from ((f"{ours}.gate.{part}", gate), (f"{ours}.up.{part}", up), (f"{ours}.down.{part}", down))
 
 
 def pattern(entries: list[dict[str, Any]]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,19 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, Layout, common_sizes, decoder, pattern
 from attnzoo.models.peers.scaling import rope_settings, rotation
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
 # norms behind attention and MLP, in place of those before them
 BEHIND = replace(TRANSFORMERS, attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+CENTRED = replace(TRANSFORMERS, centred=True)
+AROUND = replace(
+    CENTRED, attention_after="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
+    mlp_after="post_feedforward_layernorm",
+)  # fmt: skip
+GELU = ("gelu_pytorch_tanh", "gelu_new")  # one formula
 
 
 def llama(settings: Settings) -> Peer:
@@ -41,7 +47,7 @@ def phi3(settings: Settings) -> Peer:
 
 def olmo2(settings: Settings) -> Peer:
     """OLMo 2: norms over all heads of q and k together, and norms behind attention and MLP."""
-    return _peer(settings, biases=settings.get("attention_bias", False), norm="rms_full")
+    return _peer(settings, biases=settings.get("attention_bias", False), norm="rms_full", layout=BEHIND)
 
 
 def smollm3(settings: Settings) -> Peer:
@@ -50,31 +56,78 @@ def smollm3(settings: Settings) -> Peer:
     return _peer(settings, biases=settings.get("attention_bias", False), tied=True)
 
 
-def _peer(settings: Settings, *, biases: bool, norm: str = "none", tied: bool = False) -> Peer:
-    settings.only("hidden_act", "silu", "swish")
-    settings.only("mlp_bias", False)
+def gemma(settings: Settings) -> Peer:
+    """Gemma: norms that scale by 1 + w, GeGLU and scaled embeddings."""
+    settings.only("hidden_act", "gelu", *GELU)  # written "gelu" in early files and meant as the approximation
+    settings.only("hidden_activation", None, *GELU)
+    return _gemma(settings, CENTRED, {})
+
+
+def gemma2(settings: Settings) -> Peer:
+    """Gemma 2: also norms behind attention and MLP, windows in every second layer, and softcaps."""
+    settings.only("hidden_activation", *GELU)
+    scale = settings.get("query_pre_attn_scalar", 256) ** -0.5
+    cap = settings.optional("attn_logit_softcapping", "float") if "attn_logit_softcapping" in settings.fields else 50.0
+    return _gemma(settings, AROUND, {"scale": scale, "softcap": cap})
+
+
+def _gemma(settings: Settings, layout: Layout, options: dict[str, Any]) -> Peer:
+    settings.only("use_bidirectional_attention", False)
+    last = settings.optional("final_logit_softcapping", "float")
+    if layout is AROUND and "final_logit_softcapping" not in settings.fields:
+        last = 30.0
+    model = {
+        "mlp_activation": "gelu_tanh", "embedding_scale": settings["hidden_size"] ** 0.5, "logit_softcap": last,
+    }  # fmt: skip
+    biases = settings.get("attention_bias", False)
+    return _peer(settings, biases=biases, tied=True, layout=layout, options=options, model=model)
+
+
+def _peer(
+    settings: Settings,
+    *,
+    biases: bool,
+    norm: str = "none",
+    tied: bool = False,
+    layout: Layout = TRANSFORMERS,
+    options: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> Peer:
+    """The mapping shared by all; `options` are further ones of the layers, and `model` of the model."""
     kind = settings.fields["model_type"]
+    model = dict(model or {})
+    if "mlp_activation" not in model:
+        settings.only("hidden_act", "silu", "swish")
+    if kind in ("llama", "smollm3"):
+        model["mlp_bias"] = settings.get("mlp_bias", False)
+    else:
+        settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
     # in these the output projection has a bias too
-    outer = biases and kind in ("llama", "qwen3", "olmo2", "smollm3")
-    options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
+    outer = biases and kind not in ("qwen2", "mistral")
+    options = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer, **(options or {})}
     if norm != "none":
         options |= {"qk_norm": norm, "qk_norm_shared": norm == "rms", "qk_norm_eps": eps}
     if kind != "phi3":
         rope_settings(settings).only("partial_rotary_factor", 1.0)
-    turn, windows, turned = rotation(settings, K), _windows(settings, L), _rotated_layers(settings, L)
-    behind = {"norm": "after"} if kind == "olmo2" else {}
+    turn, windows, turned = (
+        rotation(settings, K, scale=options.pop("scale", None)),
+        _windows(settings, L),
+        _rotated_layers(settings, L),
+    )
+    place = {} if layout.attention_after is None else {"norm": "both"}
+    place |= {"norm": "after"} if layout is BEHIND else {}
     entries: list[dict[str, Any]] = [
         {
             "name": "rope" if rotated else "nope",
-            "options": (turn.options if rotated else {}) | ({} if window is None else {"window": window}), **behind,
+            "options": (turn.options if rotated else {}) | ({} if window is None else {"window": window}), **place,
         }
         for rotated, window in zip(turned, windows, strict=True)
     ]  # fmt: skip
     config = ModelConfig(
         attention=pattern(entries), attention_options=options, num_heads=H,
-        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied),
+        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied), **model,
     )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
@@ -104,9 +157,10 @@ def _peer(settings: Settings, *, biases: bool, norm: str = "none", tied: bool = 
         for name in theirs.names:
             if name.endswith("rotary_emb.inv_freq"):  # a table in files of early releases, never loaded
                 theirs.skip(name)
-        return decoder(theirs, BEHIND if behind else TRANSFORMERS, L, attention, config.tie_embeddings)
+        return decoder(theirs, layout, L, attention, config.tie_embeddings)
 
-    return Peer(config, weights, turn.notes)
+    rounded = (f"{kind}: norms scale by 1 + w, rounded here to the dtype of the weights",) if layout.centred else ()
+    return Peer(config, weights, (*rounded, *turn.notes))
 
 
 def _rotated_layers(settings: Settings, layers: int) -> list[bool]:
@@ -142,7 +196,13 @@ def _windows(settings: Settings, layers: int) -> list[int | None]:
     window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096
     if model == "phi3":
         window = settings.optional("sliding_window", "int")
-    if model in ("llama", "mistral", "phi3", "olmo2", "smollm3"):
+    if model == "gemma2":
+        default, alike = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)], True
+        if window is None and "sliding_attention" in (named or default):
+            raise ValueError(
+                "config.json: sliding_window: expected a number beside layers of sliding_attention, got none"
+            )
+    elif model in ("llama", "mistral", "phi3", "olmo2", "smollm3", "gemma"):
         window = window if model in ("mistral", "phi3") else None
         default = ["sliding_attention" if window else "full_attention"] * layers
         alike = named in (None, default)  # transformers does not read the layer types of these models

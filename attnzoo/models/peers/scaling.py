@@ -25,6 +25,7 @@ class PeerRotation:
         angle: radians per token of each pair of a head's channels, 0 where they stand still, `[K / 2]` float32.
         rotated: channels of a head that are rotated, the first ones.
         factor: what the rotated channels of both queries and keys are multiplied by.
+        scale: of the scores, without that factor; None for K^(-1/2).
         notes: remarks for the importer.
     """
 
@@ -32,6 +33,7 @@ class PeerRotation:
     angle: Tensor
     rotated: int
     factor: float
+    scale: float | None
     notes: tuple[str, ...]
 
     @property
@@ -41,8 +43,9 @@ class PeerRotation:
         options: dict[str, Any] = {"theta": self.theta}
         if self.rotated < K:
             options["rotated"] = self.rotated
-        elif self.factor != 1:
-            options["scale"] = K**-0.5 * self.factor**2
+        whole = self.factor if self.rotated == K else 1.0
+        if self.scale is not None or whole != 1:
+            options["scale"] = (K**-0.5 if self.scale is None else self.scale) * whole**2
         return options
 
     def keys(self, rows: Tensor, heads: int) -> Tensor:
@@ -59,13 +62,14 @@ class PeerRotation:
         return turned
 
 
-def rotation(settings: Settings, head_dim: int, partial: float = 1.0) -> PeerRotation:
+def rotation(settings: Settings, head_dim: int, partial: float = 1.0, scale: float | None = None) -> PeerRotation:
     """The rotation that a peer's settings describe.
 
     Args:
         settings: of the model.
         head_dim: K.
         partial: the default share of the channels that are rotated.
+        scale: of the scores; None for K^(-1/2).
 
     Raises:
         ValueError: an unknown kind of scaling, or a share above 1.
@@ -87,7 +91,7 @@ def rotation(settings: Settings, head_dim: int, partial: float = 1.0) -> PeerRot
         notes += (
             f"{kind} angles are those of contexts of up to {within} tokens; beyond, {BEYOND[kind]}, and here not",
         )
-    return PeerRotation(theta, pad(angle, (0, (head_dim - rotated) // 2)), rotated, factor, notes)
+    return PeerRotation(theta, pad(angle, (0, (head_dim - rotated) // 2)), rotated, factor, scale, notes)
 
 
 def _default(rope: Settings, settings: Settings, angle: Tensor) -> tuple[Tensor, float]:

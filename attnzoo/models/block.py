@@ -1,0 +1,97 @@
+"""A decoder's block: attention and MLP with their norms, of the kinds that a configuration chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.layer.build import build_attention, from_file
+from attnzoo.layer.inplace import FixedCache
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.config import LayerSpec, ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def build_norm(config: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
+    """A norm over the hidden size."""
+    kind = nn.RMSNorm if config.norm_kind == "rms" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)), with SiLU the SwiGLU of Shazeer (2020); down(act(up(x))) without a gate."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, width, bias = config.hidden_size, config.mlp_size, config.mlp_bias
+        self.gate = nn.Linear(D, width, bias) if config.mlp_gated else None
+        self.up = nn.Linear(D, width, bias)
+        self.down = nn.Linear(width, D, bias)
+        self.activation = ACTIVATIONS[config.mlp_activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP's output [..., D] for x [..., D]."""
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)) where there is an MLP.
+
+    Norms may stand after both instead, or before and after: x + norm(attention(norm(x))).
+    """
+
+    def __init__(self, config: ModelConfig, layer: LayerSpec):
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
+        self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
+        wide = config.mlp_size > 0
+        self.mlp_norm = build_norm(config) if wide else None
+        self.mlp = MLP(config) if wide else None
+        self.before = layer.norm != "after"
+        both = layer.norm == "both"
+        self.attention_after = build_norm(config) if both else None
+        self.mlp_after = build_norm(config) if both and wide else None
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: LayerCache | FixedCache | None = None,
+    ) -> Tensor:
+        """The block's output [B, T, D]; `cache` is that of its attention layer."""
+        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
+        return x + more
+
+    def apart(
+        self,
+        x: Tensor,
+        more: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of x + more, returned as two summands: torch.compile then fuses their sum with the next norm."""
+        x = x if more is None else x + more
+        given = self.attention_norm(x) if self.before else x
+        attended = self.attention(given, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+        if (after := self.attention_after if self.before else self.attention_norm) is not None:
+            attended = after(attended)
+        if self.mlp is None or self.mlp_norm is None:
+            return x, attended
+        x = x + attended
+        more = self.mlp(self.mlp_norm(x) if self.before else x)
+        after = self.mlp_after if self.before else self.mlp_norm
+        return x, more if after is None else after(more)
