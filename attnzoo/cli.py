@@ -22,12 +22,13 @@ from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
 from attnzoo.trained.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
+from attnzoo.trained.serving.command import serve
 from attnzoo.verify_command import verify
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
     ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
-) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval"}
+) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval", "starlette": "serve", "uvicorn": "serve"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
@@ -312,7 +313,7 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     click.echo(f"report: {page}")
 
 
-for command in (verify, tokenize, corpus, export, import_, extend, generate, evaluate, bench, data, experiment):
+for command in (verify, tokenize, corpus, export, import_, extend, generate, serve, evaluate, bench, data, experiment):
     app.add_command(command)
 
 

@@ -105,12 +105,12 @@ def tokenize(
     else:
         files = read_tokenizer(tokenizer)
         made = parse_tokenizer(files[TOKENIZER])
-        end = end or _special(files, "eos_token")
+        end = end or special_name(files, "eos_token")
         files.setdefault(SETTINGS, _settings(end))
     token = made.token_to_id(end) if end else None
     if token is None:
         raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
-    if _special(files, "eos_token") != end:  # generation must stop at the token that ended documents
+    if special_name(files, "eos_token") != end:  # generation must stop at the token that ended documents
         named = {name: {**json_object(files[name], name), "eos_token": end} for name in NAMING if name in files}
         files |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
     shards = write_shards(
@@ -267,7 +267,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     Raises:
         ValueError: settings that cannot be read or are malformed.
     """
-    named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
+    named = {kind: special_name(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
         return {}
     tokenizer = parse_tokenizer(files[TOKENIZER])
@@ -281,7 +281,12 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     return found
 
 
-def _special(files: Mapping[str, bytes], kind: str) -> str | None:
+def special_name(files: Mapping[str, bytes], kind: str) -> str | None:
+    """The text of the special token `kind`, such as `eos_token`, in a tokenizer's settings; None where none is named.
+
+    Raises:
+        ValueError: settings that cannot be read or are malformed.
+    """
     for name in NAMING:
         token = json_object(files.get(name, b"{}"), name).get(kind)
         text = token.get("content") if isinstance(token, dict) else token

@@ -78,6 +78,25 @@ def number_or_text(kind: type) -> Callable[[str], Any]:
     return read
 
 
+evict_option = click.option(
+    "--evict",
+    type=number_or_text(float),
+    metavar="EPS",
+    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
+    "memory, and come back for a token that needs them.",
+)
+budget_option = click.option(
+    "--budget",
+    type=number_or_text(int),
+    metavar="TOKENS|SIZE",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
+)
+device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+dtype_option = click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
+)
+
+
 @click.command()
 @click.argument("run", type=PATH)
 @click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
@@ -117,23 +136,10 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the samples.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
-@click.option(
-    "--evict",
-    type=number_or_text(float),
-    metavar="EPS",
-    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
-    "memory, and come back for a token that needs them.",
-)
-@click.option(
-    "--budget",
-    type=number_or_text(int),
-    metavar="TOKENS|SIZE",
-    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
-)
+@evict_option
+@budget_option
+@device_option
+@dtype_option
 def generate(
     source: Path,
     prompt: str,
@@ -203,9 +209,7 @@ def _list_kinds(context: click.Context, on: bool) -> None:
 @click.command("import")
 @click.argument("source", metavar="FOLDER", type=PATH)
 @to_option
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
-)
+@dtype_option
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda context, _, on: _list_kinds(context, on),
     help="What loads, what it becomes and what differs.",

@@ -99,6 +99,13 @@ class TrainedModel:
             return self.encode(text)
         return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def rendered(self, text: str) -> list[int]:
+        """The tokens of a text that a chat template wrote, which has all special tokens in it by name.
+
+        It raises ValueError as :meth:`encode` does.
+        """
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     @cached_property
     def decode(self) -> Decoding:
         """The decoder from tokens to text; raises ValueError as :meth:`encode`."""

@@ -42,7 +42,7 @@ def commands(page: Path) -> list[list[str]]:
 def parsed(words: list[str]) -> tuple[str, dict[str, object]]:
     """The command's name, such as "bench train", and its arguments by name."""
     command: click.Command = app
-    context, path = click.Context(app, info_name="attnzoo"), []
+    context, path = click.Context(app, info_name="attnzoo", **app.context_settings), []
     while words[0] in [word for option in app.params for word in option.opts]:  # --with FILE.py
         words = words[2:]
     while isinstance(command, click.Group):

@@ -244,19 +244,21 @@ class Generator:
     @torch.no_grad()
     def run(self, draft: Draft | None = None) -> dict[int, list[int]]:
         """Draw until every sequence has ended; the tokens that followed each prompt since the last call that ended."""
-        while self._unfinished():
+        while self.unfinished:
             self._step(draft)
         known, self._known = self._known, {}
         return known
 
     def stream(self, draft: Draft | None = None) -> Iterator[dict[int, list[int]]]:
         """What the steps give, until every sequence has ended."""
-        while self._unfinished() or self._known:
+        while self.unfinished or self._known:
             new = self.step(draft)
             if new:
                 yield new
 
-    def _unfinished(self) -> bool:
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are tokens to draw, or drawn ones that no step has given yet."""
         return bool(self.waiting or any(self.rows) or self._drawn or self._sent)
 
     @torch.no_grad()

@@ -1,0 +1,1 @@
+"""A model served over HTTP, by our engine or by vLLM."""

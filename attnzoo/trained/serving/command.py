@@ -1,0 +1,44 @@
+"""The command ``attnzoo serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnzoo.data.command import PATH
+from attnzoo.trained.commands import budget_option, device_option, dtype_option, evict_option
+
+
+@click.command()
+@click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
+@click.option(
+    "--engine", type=click.Choice(["auto", "vllm", "attnzoo"]), default="auto", show_default=True,
+    help="What draws; auto takes vLLM where it is installed and can.",
+)  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at: this machine alone.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes one that is free."
+)
+@click.option(
+    "--max-sequences", type=click.IntRange(min=1), default=8, show_default=True, help="Drawn at a time; others wait."
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True,
+    help="Of the longest sequence, its prompt included.",
+)  # fmt: skip
+@evict_option
+@budget_option
+@device_option
+@dtype_option
+def serve(source: Path, engine: str, host: str, port: int, **options: Any) -> None:
+    """Serve a model over HTTP, by OpenAI's interface.
+
+    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. There are /v1/completions, also streamed,
+    /v1/chat/completions where the tokenizer has a chat template, /v1/models and /health. Ctrl-C ends it.
+    """
+    from attnzoo.trained.serving.server import Serving
+
+    for line in Serving(source, engine, host, port, **options).run():
+        click.echo(line)
