@@ -107,7 +107,7 @@ class Batch:
         return _bytes(self.caches)
 
     def begin(self, row: int, request: Request) -> None:
-        """Prefill an idle row with the request's tokens, and draw the token that follows.
+        """Fill an idle row with what was read of the request's prompt, and draw the token that follows.
 
         Raises:
             MemoryError: its keys do not fit now; the row stays idle.
@@ -117,9 +117,8 @@ class Batch:
         self.samplers.set(row, request.sampling, self.model.config.vocab_size)
         try:
             if isinstance(request.start, Tensor):
-                cache = self.model.new_cache(self.evict, self.budget)
-                last = self.model.hidden(request.start[None], cache=cache)[:, -1]
-                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.logits(last), request.sampling.needs)
+                cache, logits = request.reading.cache, self.model.logits(request.reading.last)
+                self.tokens[row : row + 1] = self.samplers.at(row).draw(logits, request.sampling.needs)
             else:
                 assert request.start is not None
                 cache, self.tokens[row] = request.start

@@ -20,6 +20,7 @@ from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.batch import Batch
+from attnzoo.models.generation.prefill import Prefill
 from attnzoo.models.generation.proposals import Draft
 from attnzoo.models.generation.request import Drawn, Request, check_begun, whole_numbers
 from attnzoo.models.generation.sampling import Sampling
@@ -31,7 +32,8 @@ class Generator:
     """A generator that continues many sequences at a time, each as it would be alone.
 
     All memory is allocated at the start, unless keys are evicted. A step draws one token of every sequence; on a GPU it
-    is one CUDA graph. A new sequence is prefilled by itself and joins the batch, a finished one leaves it.
+    is one CUDA graph. A new sequence joins the batch once its prompt is read, in pieces between the steps, so that a
+    long one does not stop the others; a finished one leaves it.
 
     Args:
         model: put into evaluation mode. Its weights may change in place, but must not be replaced.
@@ -91,6 +93,7 @@ class Generator:
         self.batch = Batch(
             self.model, max_sequences, max_tokens, evict=evict, budget=budget, graph=graphed, compile=compile, fuse=fuse
         )
+        self.prefill = Prefill(self.model, evict, budget)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
@@ -106,6 +109,27 @@ class Generator:
     def weight_bytes(self) -> int:
         """Memory of the copies of weights that ``fuse`` makes."""
         return sum(size_of(product.weight) for product in self.batch.products)
+
+    def remember(self, limit: int) -> None:
+        """Keep states of the prompts that are read, from which later ones with the same beginning go on.
+
+        They are those at the end of each piece and of the prompt. In-place changes of the weights discard them.
+
+        Args:
+            limit: MiB that they may take; what was used longest ago goes first.
+
+        Raises:
+            ValueError: a negative number, or a generator that evicts or forgets keys, where a later prompt may need
+                what is gone.
+        """
+        check_kinds({"limit": limit}, {"limit": "int"})
+        if limit < 0:
+            raise ValueError(f"limit: expected at least 0, got {limit}")
+        if limit and (why := self.prefill.whole()):
+            raise ValueError(
+                f"limit: expected 0 with {why}, whose states depend on when keys were given up, got {limit}"
+            )
+        self.prefill.limit = limit * 2**20
 
     def add(
         self,
@@ -197,7 +221,7 @@ class Generator:
         request = self.requests[number]
         if request.done:
             return
-        request.done = True
+        request.done, request.reading = True, None
         if request in self.waiting:
             self.waiting.remove(request)
             self._crowded = False
@@ -263,7 +287,8 @@ class Generator:
 
     @torch.no_grad()
     def admit(self) -> None:
-        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here.
+        """Read waiting prompts, as each step begins, at most a piece beside other sequences; the first token that
+        follows is drawn here.
 
         One for which there is no memory now waits until another has left.
 
@@ -271,13 +296,19 @@ class Generator:
             MemoryError: there is none though no sequence is in the batch.
             ValueError: a sequence cannot go on from its cache (see :meth:`resume`), and has ended.
         """
+        read = 0
         for row, there in enumerate(self.rows):
             if there is not None or not self.waiting or self._crowded:
                 continue
             request = self.waiting[0]
             try:
+                while not self.prefill.done(request):
+                    if read >= self.prefill.piece and self._running():
+                        return
+                    read += self.prefill.read(request)
                 self.batch.begin(row, request)
             except MemoryError as error:
+                request.reading = None
                 if not self._running():
                     raise
                 self._crowded = True
@@ -287,7 +318,7 @@ class Generator:
                 self.waiting.popleft().done = True
                 raise
             self.waiting.popleft()  # not before: without room for it, it goes on waiting
-            start, request.start = request.start, None
+            start, request.start, request.reading = request.start, None, None
             self.rows[row], request.left = request, request.max_new_tokens
             if isinstance(start, Tensor):
                 self._note([(row, request)])

@@ -31,6 +31,8 @@ class Request:
         done: whether all generated tokens are known.
         read: tokens in the caches when the sequence ended.
         kept: by layer, the keys that each key head held at the end; None for a layer without keys.
+        reading: the prompt as far as it has been read; None before and after.
+        found: tokens of the prompt whose states were kept from an earlier one.
     """
 
     id: int
@@ -45,6 +47,8 @@ class Request:
     done: bool = False
     read: int = 0
     kept: list[list[int] | None] = field(default_factory=list)
+    reading: Any = None
+    found: int = 0
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:

@@ -47,43 +47,41 @@ class Answer:
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
         object.__setattr__(self, "head", {**head, "model": self.model})
 
-    def usage(self, drawn: Iterable[int]) -> dict[str, int]:
-        """The counts of tokens, after so many drawn of each sequence."""
-        read, new = sum({id(one.prompt): len(one.prompt) for one in self.asked.wanted}.values()), sum(drawn)
-        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+    def usage(self, last: Iterable[Piece]) -> dict[str, Any]:
+        """The counts of tokens, after the last piece of each sequence."""
+        read = sum({id(one.prompt): len(one.prompt) for one in self.asked.wanted}.values())
+        new, cached = sum(piece.tokens for piece in last), sum(piece.cached for piece in last)
+        counts = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         """The body with all texts."""
-        size = len(self.asked.wanted)
-        texts, drawn, finish = [""] * size, [0] * size, [""] * size
+        texts, last = [""] * len(self.asked.wanted), dict[int, Piece]()
         async for piece in pieces:
             texts[piece.index] += piece.text
-            drawn[piece.index], finish[piece.index] = piece.tokens, piece.finish or ""
+            last[piece.index] = piece
         said = [{"message": {"role": "assistant", "content": text}} if self.chat else {"text": text} for text in texts]
-        choices = [
-            {"index": index, **each, "logprobs": None, "finish_reason": finish[index]}
-            for index, each in enumerate(said)
-        ]
-        return {**self.head, "choices": choices, "usage": self.usage(drawn)}
+        choices = [_choice(index, each, last[index].finish) for index, each in enumerate(said)]
+        return {**self.head, "choices": choices, "usage": self.usage(last.values())}
 
     async def events(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncGenerator[str, None]:
         """Server-sent events, one for each piece, and at an error one that says so."""
         head = {**self.head, "object": f"{self.head['object']}.chunk"} if self.chat else self.head
-        drawn = [0] * len(self.asked.wanted)
+        last = dict[int, Piece]()
         if self.chat:
-            for index in range(len(drawn)):
+            for index in range(len(self.asked.wanted)):
                 yield _event(
                     {**head, "choices": [_choice(index, {"delta": {"role": "assistant", "content": ""}}, None)]}
                 )
         try:
             async for piece in _after(first, pieces):
-                drawn[piece.index] = piece.tokens
+                last[piece.index] = piece
                 said = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
                 yield _event({**head, "choices": [_choice(piece.index, said, piece.finish)]})
         except (MemoryError, RuntimeError) as error:
             yield _event(_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
         if self.asked.usage:
-            yield _event({**head, "choices": [], "usage": self.usage(drawn)})
+            yield _event({**head, "choices": [], "usage": self.usage(last.values())})
         yield "data: [DONE]\n\n"
 
 

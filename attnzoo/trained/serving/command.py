@@ -28,6 +28,10 @@ from attnzoo.trained.commands import budget_option, device_option, dtype_option,
     "--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True,
     help="Of the longest sequence, its prompt included.",
 )  # fmt: skip
+@click.option(
+    "--prefix-cache", type=click.IntRange(min=0), metavar="MIB",
+    help="Memory for beginnings that prompts have in common, by attnzoo's engine.  [default: 256, without --evict]",
+)  # fmt: skip
 @evict_option
 @budget_option
 @device_option

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnzoo.trained.model import TrainedModel
 
 PATIENCE = 5  # seconds at the end for requests under way
+PREFIXES = 256  # MiB
 DIFFERENCE = "vLLM schedules many users; our engine has certified pruning, eviction of keys, and all variants"
 
 
@@ -38,6 +39,8 @@ class Serving:
         host, port: the address to listen at; port 0 takes a free one.
         max_sequences: drawn at a time.
         max_tokens: of the longest sequence, its prompt included.
+        prefix_cache: MiB for what prompts have in common, see
+            :meth:`~attnzoo.models.generation.engine.Generator.remember`; None for 256 where keys are not given up.
         evict, budget: see :class:`~attnzoo.models.generation.engine.Generator`.
         device: auto, cpu or cuda.
         dtype: of the weights; None keeps that of the files.
@@ -49,6 +52,7 @@ class Serving:
     port: int = 8000
     max_sequences: int = 8
     max_tokens: int = 2048
+    prefix_cache: int | None = None
     evict: float | str | None = None
     budget: int | str | None = None
     device: str = "auto"
@@ -82,7 +86,10 @@ class Serving:
 
     def against_vllm(self) -> str:
         """Why vLLM does not serve this; empty where it does."""
-        own = {"--evict": self.evict, "--budget": self.budget, "--device": self.device.replace("auto", "") or None}
+        own = {
+            "--evict": self.evict, "--budget": self.budget, "--prefix-cache": self.prefix_cache,
+            "--device": None if self.device == "auto" else self.device,
+        }  # fmt: skip
         missing = "vLLM is not installed" if importlib.util.find_spec("vllm") is None else ""
         return next((f"vLLM has no {name}" for name, value in own.items() if value is not None), missing)
 
@@ -125,7 +132,7 @@ class Serving:
         """Our engine's server of a model, not started yet.
 
         Raises:
-            ValueError, MemoryError: as :class:`~attnzoo.models.generation.engine.Generator`.
+            ValueError, MemoryError: as :class:`~attnzoo.models.generation.engine.Generator`, and its ``remember``.
         """
         import uvicorn
 
@@ -139,6 +146,8 @@ class Serving:
         generator = Generator(
             loaded.model, self.max_sequences, self.max_tokens, check_every=every, evict=self.evict, budget=self.budget
         )
+        default = 0 if generator.prefill.whole() else PREFIXES
+        generator.remember(default if self.prefix_cache is None else self.prefix_cache)
         reader = Reader(loaded, self.name, self.max_tokens, chat_template(loaded.files))
         app = application(Worker(loaded, generator), reader)
         config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=PATIENCE)

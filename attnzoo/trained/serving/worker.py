@@ -27,12 +27,14 @@ class Piece:
         index: the number of the sequence in its request.
         text: what follows the pieces before.
         tokens: how many tokens the sequence has drawn so far.
+        cached: how many of its prompt were read with an earlier one.
         finish: "stop" or "length" at its end, else None.
     """
 
     index: int
     text: str
     tokens: int
+    cached: int
     finish: str | None
 
 
@@ -175,4 +177,4 @@ class Worker:
         if finish:
             self._cancel([number])
         if text or finish:
-            live.give(Piece(live.index, text, len(request.tokens), finish))
+            live.give(Piece(live.index, text, len(request.tokens), request.found, finish))
