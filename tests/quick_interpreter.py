@@ -2,8 +2,8 @@
 
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
-it makes a table of all types to look up one; for every value it makes the type and the shape anew; and it compares
-types of operands that are one object.
+it makes a table of all types to look up one; for every value it makes the type and the shape anew; it compares types
+of operands that are one object; and at each operation it finds anew what the types of its operands say of the result.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ def call_at_once(interpreter: Any) -> None:
     """Functions of the language get what they need beside their arguments without the check that it is there."""
     checked = interpreter.tl.core.builtin(lambda: None).__code__
     semantic = interpreter.interpreter_semantic
+    operation = functools.cache(functools.partial(as_before, interpreter))
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         run = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+        if obj is interpreter.tl.tensor and name in OPERATIONS and not builder.options.debug:
+            run = operation(*OPERATIONS[name], run)
 
         def at_once(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
@@ -74,6 +77,69 @@ def call_at_once(interpreter: Any) -> None:
         scope.set_attr(obj, name, at_once)
 
     interpreter._patch_attr = patch
+
+
+ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide"}
+OTHERS = {
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
+    "and": "bitwise_and", "or": "bitwise_or", "mod": "fmod",
+}  # fmt: skip
+OPERATIONS = {
+    **{f"__{name}__": (function, False) for name, function in (ARITHMETIC | OTHERS).items()},
+    **{f"__r{name}__": (function, True) for name, function in ARITHMETIC.items()},
+}
+
+
+def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any:
+    """``plain``, an operation of two values, as numpy's ``function`` of what they hold, without a look at their types:
+    where that gave the bits of ``plain`` when operands of these types came for the first time."""
+    numpy, of_handle, core = interpreter.np, interpreter.TensorHandle, interpreter.tl.core
+    tensor, constexpr, pointer, new = core.tensor, core.constexpr, core.pointer_type, object.__new__
+    known: dict[Any, Any] = {}
+    compute = getattr(numpy, function)
+
+    def learn(x: Any, y: Any, b: Any, result: Any) -> Any:
+        """What a result's tensor has, and the function of ``numpy``; None where the result is not the function's."""
+        a, expected, run, scalar = x.handle.data, result.handle, compute, x.type.scalar
+        if type(scalar) is pointer:
+            size = max(1, scalar.element_ty.primitive_bitwidth // 8)
+            run = lambda place, offset: place + size * offset.astype(numpy.uint64)  # noqa: E731
+            if function != "add" or type(y) is not tensor or not y.dtype.is_int_signed():
+                return None
+        with numpy.errstate(all="ignore"):
+            found = run(b, a) if swapped else run(a, b)
+        same = (type(found), found.dtype, found.shape) == (type(e := expected.data), e.dtype, e.shape)
+        kept = x.handle.dtype == expected.dtype and (a.dtype != bool or x.type.is_block() == result.type.is_block())
+        return (run, vars(result.type)["of_tensors"]) if same and kept and found.tobytes() == e.tobytes() else None
+
+    def run(x: Any, y: Any, _semantic: Any = None) -> Any:
+        if type(y) is constexpr:
+            y = y.value
+        handle, kind = x.handle, type(y)
+        a = handle.data
+        if kind is tensor:
+            b = y.handle.data
+            key = id(x.type), id(y.type), a.dtype.char, b.dtype.char, a.ndim, b.ndim
+        elif (a.dtype.kind == "f" and kind in (float, int)) or (a.dtype.char in "il" and kind is int):
+            b, key = a.dtype.type(y), (id(x.type), kind, a.dtype.char, a.ndim)
+        else:
+            return plain(x, y, _semantic=_semantic)
+        quick = known.get(key)
+        if quick is None:
+            result = plain(x, y, _semantic=_semantic)
+            if key not in known:
+                known[key] = learn(x, y, b, result)
+                of.append((x.type, kind is tensor and y.type))
+            return result
+        compute, fields = quick
+        made, value = new(of_handle), new(tensor)
+        made.data, made.dtype, made.attr = compute(b, a) if swapped else compute(a, b), handle.dtype, {}
+        value.handle = made
+        vars(value).update(fields)
+        return value
+
+    of: list[Any] = []  # the types, so that their ids stay taken
+    return run
 
 
 def spread_truths(interpreter: Any) -> None:
@@ -92,12 +158,28 @@ def spread_truths(interpreter: Any) -> None:
 
 def keep_types(core: Any) -> None:
     """One object per type of blocks, which has the shape of its tensors, in ``triton.language.core``."""
-    block_type, tensor, constexpr = core.block_type, core.tensor, core.constexpr
-    plain_block, plain_tensor = block_type.__init__, tensor.__init__
+    block_type, pointer_type, tensor, constexpr = core.block_type, core.pointer_type, core.tensor, core.constexpr
+    plain_block, plain_pointer, plain_tensor = block_type.__init__, pointer_type.__init__, tensor.__init__
     known: dict[Any, Any] = {}
+    pointers: dict[Any, Any] = {}
+    whole = set[int]()  # ids of `pointers`
+
+    def make_pointer(cls: type, element_ty: Any = None, address_space: int = 1, const: bool = False) -> Any:
+        if type(element_ty) is not core.dtype or address_space != 1:
+            return object.__new__(cls)
+        key = (element_ty.name, const)
+        if key not in pointers:
+            pointers[key] = object.__new__(cls)
+            plain_pointer(pointers[key], element_ty, address_space, const)
+            whole.add(id(pointers[key]))
+        return pointers[key]
+
+    def start_pointer(self: Any, *given: Any, **named: Any) -> None:
+        if not vars(self):
+            plain_pointer(self, *given, **named)
 
     def make_block(cls: type, element_ty: Any = None, shape: Any = ()) -> Any:
-        if type(element_ty) is not core.dtype:  # pointers have no hash
+        if type(element_ty) is not core.dtype and id(element_ty) not in whole:
             return object.__new__(cls)
         key = (element_ty.name, *(x.value if type(x) is constexpr else x for x in shape))
         if key not in known:
@@ -119,6 +201,7 @@ def keep_types(core: Any) -> None:
         self.handle = handle
         vars(self).update(kept)
 
+    pointer_type.__new__, pointer_type.__init__ = make_pointer, start_pointer
     block_type.__new__, block_type.__init__ = make_block, start_block
     tensor.__init__ = start_tensor
 
