@@ -30,8 +30,8 @@ from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
 from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.shared import SharedStream, shared_rows
-from attnzoo.layer.stream import LayerCache, Owner, Stream, check_hidden, rows_of_call, shared_context
+from attnzoo.layer.shared import shared_rows
+from attnzoo.layer.stream import LayerCache, OwnCore, Owner, Stream, check_hidden, rows_of_call, shared_context
 from attnzoo.precision import LinearMap, PreciseModule, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -254,7 +254,7 @@ class Attention(PreciseModule):
         form = self._form(call)
         if self.keep_carries and form == "triton" and cache is None:
             call = replace(call, options=replace(options, keep_carries=True))  # type: ignore[type-var]
-        if isinstance(stream, SharedStream):
+        if isinstance(stream, OwnCore):
             return stream.run(self.variant, form, call, self.keys_per_token), None
         if self.forget is None:
             o, state = run(self.variant, form, call, checked=not self._makes_all())

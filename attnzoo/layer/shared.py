@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.values import as_given
 from attnzoo.forms.protocol import Call
-from attnzoo.layer.stream import Stream
+from attnzoo.layer.stream import OwnCore
 from attnzoo.parallel.attention import attend
 from attnzoo.parallel.collectives import tied
 from attnzoo.parallel.context import Context
@@ -22,7 +21,7 @@ from attnzoo.registry import Variant
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SharedStream(Stream):
+class SharedStream(OwnCore):
     """Rows that are some fragments of sequences; what a window needs of earlier ones comes from their ranks."""
 
     context: Context
@@ -54,7 +53,7 @@ class SharedStream(Stream):
         out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
         return tied(out, *knots)
 
-    def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
+    def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Tensor:
         """What the variant gives of the call."""
         fragments, transport = self.context
         if keys_per_token > 1:

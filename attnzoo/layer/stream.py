@@ -241,6 +241,14 @@ class Stream:
         cache.state, cache.windows, cache.seen, cache.dtype = state, {**cache.windows, **self.windows}, seen, x.dtype
 
 
+class OwnCore(Stream):
+    """Rows whose keys or states lie elsewhere than in a cache of the layer: the stream itself runs the core."""
+
+    def run(self, variant: Any, form: str, call: Any, keys_per_token: int) -> Tensor:
+        """The core's output ``[B, T, H, V]`` of the call."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
     """The map between packed sequences ``[1, T]`` and the rows ``[N, L]`` of a cache.
@@ -294,6 +302,8 @@ def rows_of_call(
     layer: nn.Module, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: LayerCache | None
 ) -> tuple[Stream, Packing | None]:
     """The stream of a call's rows, and their packing where packed rows meet a cache of separate rows."""
+    if isinstance(cache, OwnCore):
+        return cache, None
     shape = (x.shape[0], x.shape[1])
     if cu_seqlens is None and attention_mask is None and cache is None:
         return Stream(None, None, shape, x.device), None

@@ -28,6 +28,7 @@ from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import Call, Kernel
 
 CHANNELS = 3  # of 8 digits each: as many digits as float32 has
+PARTS = frozenset({"log_decay", "angle"})  # with others, later tokens change the keys
 CLOSED_AS = -80.0  # stands for lower log decays; exp of it is 2e-35
 HIDDEN = 1e4  # how far the bias of an absent key is below the others
 WIDTH = 8  # kernels of GPUs take head dims that are multiples of it
@@ -80,7 +81,7 @@ def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
         return ""
 
     return Kernel(
-        run, extend, refuses, parts=frozenset({"log_decay", "angle"}), doubts=doubts,
+        run, extend, refuses, parts=PARTS, doubts=doubts,
         honours=frozenset({"scale", "valid", "cu_seqlens"}),
     )  # fmt: skip
 
@@ -108,17 +109,23 @@ def attend(q: Tensor, state: KVCache, scale: float | None, channels: int) -> Ten
     k, v = state.k, expand_heads(state.v, G)
     V, scale = v.shape[3], K**-0.5 if scale is None else scale
     if state.log_decay is not None or state.valid is not None:
-        unit = 2.0 ** math.ceil(-math.log2(scale))  # every dtype holds it; so the channels are no larger than the sums
-        bias = Channels.apply(bias_of(state) / (scale * unit), k.dtype, channels)  # type: ignore[no-untyped-call]
-        sharing = bias.shape[2] // G or 1  # query heads that have channels of their own in a key
-        own = torch.eye(sharing, dtype=q.dtype, device=q.device).repeat_interleave(channels, 1) * unit
-        q = torch.cat([q, own.repeat(H // sharing, 1).expand(*q.shape[:2], -1, -1)], -1)
-        k = torch.cat([k, bias.reshape(*bias.shape[:2], -1, sharing * channels).expand(-1, -1, G, -1)], -1)
+        q, k = lengthened(q, k, bias_of(state), scale, channels)
     width = -(-max(q.shape[3], V) // WIDTH) * WIDTH
     q, k, v = (F.pad(x, (0, width - x.shape[3])).transpose(1, 2) for x in (q, k, v))
     mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S > 1, scale=scale, enable_gqa=G < H)
     return o.transpose(1, 2)[..., :V]
+
+
+def lengthened(q: Tensor, k: Tensor, bias: Tensor, scale: float, channels: int) -> tuple[Tensor, Tensor]:
+    """q ``[B, T, H, K]`` and k ``[B, S, G, K]`` with channels that add ``bias [B, S, H or 1]`` to the scaled scores."""
+    H, G = q.shape[2], k.shape[2]
+    unit = 2.0 ** math.ceil(-math.log2(scale))  # every dtype holds it; so the channels are no larger than the sums
+    bias = Channels.apply(bias / (scale * unit), k.dtype, channels)  # type: ignore[no-untyped-call]
+    sharing = bias.shape[2] // G or 1  # query heads that have channels of their own in a key
+    own = torch.eye(sharing, dtype=q.dtype, device=q.device).repeat_interleave(channels, 1) * unit
+    q = torch.cat([q, own.repeat(H // sharing, 1).expand(*q.shape[:2], -1, -1)], -1)
+    return q, torch.cat([k, bias.reshape(*bias.shape[:2], -1, sharing * channels).expand(-1, -1, G, -1)], -1)
 
 
 def bias_of(state: KVCache) -> Tensor:

@@ -1,0 +1,87 @@
+"""What a layer asks of a serving engine: heads and channels of its keys, and the state between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.stream import LayerCache, Stream
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
+
+ALIGNED = 16  # bytes: where a tensor of a state may begin
+SUMS, PHASE = "sums", "phase"  # running sums of log decays and of angles
+
+
+class Slot(NamedTuple):
+    """One tensor of a layer's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The keys and the state that an engine stores of a layer.
+
+    Args:
+        kv_heads: heads of its keys; 0 where it keeps none.
+        key_dim: channels of a key, those of the gates' sums among them, or of a value where it has more.
+        slots: the tensors of its state.
+    """
+
+    kv_heads: int
+    key_dim: int
+    slots: tuple[Slot, ...]
+
+    def places(self) -> Iterator[tuple[Slot, int]]:
+        """Each tensor of the state with the byte where it begins."""
+        at = 0
+        for slot in self.slots:
+            yield slot, at
+            at += -(-slot.bytes // ALIGNED) * ALIGNED
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the state of one sequence."""
+        return sum(-(-slot.bytes // ALIGNED) * ALIGNED for slot in self.slots)
+
+
+def storage_of(layer: Attention, channels: int) -> Storage:
+    """The storage of a layer, which projects one token to see what it keeps; no values are read.
+
+    Args:
+        layer: on any device, also the meta device.
+        channels: of each running sum of log decays.
+    """
+    weight = layer.q_proj.weight
+    stream = Stream(None, LayerCache(), (1, 1), weight.device)
+    made = layer._project(weight.new_zeros(1, 1, layer.config.hidden_size), stream)
+    q, k, v, gate = made.q, made.k, made.v, made.gate
+    slots = [Slot(name, tuple(x.shape[1:]), x.dtype) for name, x in stream.windows.items()]
+    if layer.variant.side == "linear":
+        return Storage(0, 0, tuple(slots))
+    H, G, angle, decay = q.shape[2], k.shape[2], gate.angle, gate.log_decay
+    if angle is not None and angle.ndim > 1:
+        slots.append(Slot(PHASE, tuple(angle.shape[2:]), torch.float64))
+        G = max(G, angle.shape[2])
+    if decay is not None and decay.ndim > 1:
+        slots.append(Slot(SUMS, tuple(decay.shape[2:]), torch.float64))
+    more = 0 if decay is None else channels * (H // G)
+    return Storage(G, max(k.shape[3] + more, v.shape[3]), tuple(slots))
+
+
+def layers_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> list[Attention]:
+    """The attention layers of a model, without weights."""
+    with torch.device("meta"):
+        return LanguageModel(config).to(dtype).attentions()

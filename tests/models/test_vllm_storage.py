@@ -1,0 +1,61 @@
+"""What a layer asks of a serving engine, and which layers vLLM cannot serve; known without vLLM."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from attnzoo import build_attention
+from attnzoo.models.vllm.refusals import check_layers, refusal
+from attnzoo.models.vllm.storage import storage_of
+
+
+def layer(name: str, **options: Any) -> Any:
+    with torch.device("meta"):
+        return build_attention(name, hidden_size=32, num_heads=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kv_heads", "key_dim", "slots"),
+    [
+        ("nope", {"num_kv_heads": 2}, 2, 8, {}),
+        ("alibi", {"num_kv_heads": 2}, 2, 8 + 2 * 3, {}),  # two query heads share a key
+        ("rope", {"value_dim": 24}, 4, 24, {}),
+        ("rope", {"gate": "selective", "num_kv_heads": 2}, 4, 8, {"angle": (3, 16), "phase": (4, 4)}),
+        ("fox", {"block": "pro"}, 4, 8 + 3, {"k_shift": (1, 32), "v_shift": (1, 32), "sums": (4,)}),
+        ("fox_rope", {"gate": ["rotary", "forget"]}, 4, 8 + 3, {"sums": (4,)}),
+    ],
+)
+def test_keys_and_state_of_a_layer(name: str, options: Any, kv_heads: int, key_dim: int, slots: Any) -> None:
+    found = storage_of(layer(name, **options), 3)
+    assert (found.kv_heads, found.key_dim) == (kv_heads, key_dim)
+    assert {slot.name: slot.shape for slot in found.slots} == slots
+    ends = [(at, at + slot.bytes) for slot, at in found.places()]
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+    assert not ends or ends[-1][1] <= found.bytes
+    assert all(at % slot.dtype.itemsize == 0 for slot, at in found.places())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "reason"),
+    [
+        ("path", {}, torch.float32, "later tokens change its cached keys (w, beta)"),
+        ("wall", {}, torch.float32, "later tokens change its cached keys (log_diag)"),
+        ("fox", {"sinks": True}, torch.float32, "a sink takes part"),
+        ("alibi", {"softcap": 5.0}, torch.float32, "softcap"),
+        ("fox", {}, torch.float16, "expected --dtype bfloat16 or float32"),
+        ("nope", {"softcap": 5.0}, torch.float16, ""),
+        ("rope", {"sinks": True, "window": 8}, torch.bfloat16, ""),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(name: str, options: Any, dtype: torch.dtype, reason: str) -> None:
+    one = layer(name, **options)
+    assert reason in refusal(one, dtype)
+    if not reason:
+        assert not refusal(one, dtype)
+        return
+    with pytest.raises(ValueError, match=f"^layer 1: expected one that vLLM can serve, got '{name}': "):
+        check_layers([layer("nope"), one], dtype)
