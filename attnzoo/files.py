@@ -189,7 +189,7 @@ def sync(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """The The The SHA-256 of a file's content, in hexadecimal."""
+    """The SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -214,6 +214,32 @@ def generate(**options: Any) -> None:
     run(**options)
 
 
+@bench.command()
+@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step.")
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of a sequence.")
+@click.option("--hidden", type=click.IntRange(min=1), default=768, show_default=True, help="Channels.")
+@click.option("--layers", type=click.IntRange(min=1), default=12, show_default=True, help="Blocks.")
+@click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True, help="Heads of each attention.")
+@click.option("--vocabulary", type=click.IntRange(min=2), default=32000, show_default=True, help="Tokens.")
+@out("gpt")
+@only
+@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Timed steps.")
+@seconds(500)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to train.")
+def gpt(
+    batch: int, context: int, hidden: int, layers: int, heads: int, vocabulary: int, device: str, **options: Any
+) -> None:
+    """Training steps of a plain GPT with each variant as its attention.
+
+    Beside SDPA with RoPE and flash-linear-attention's FoX layer: eager, compiled, and compiled with CUDA graphs.
+    """
+    if device == "cuda":
+        _need_gpu("gpt", "; --device cpu measures without one")
+    from attnzoo.benchmarks.gpt import Sizes, run
+
+    run(sizes=Sizes(batch, context, hidden, layers, heads, vocabulary), device=device, **options)
+
+
 @bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @click.argument("config")
 @overrides_argument

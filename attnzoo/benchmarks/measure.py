@@ -98,7 +98,7 @@ def measured(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: 
 
 
 def ceiling() -> float:
-    """The The The TFLOP/s of an 8192^3 bf16 matrix product on random data."""
+    """The TFLOP/s of an 8192^3 bf16 matrix product on random data."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     return 2 * 8192**3 / milliseconds(lambda: a @ b, 200) / 1e9
 

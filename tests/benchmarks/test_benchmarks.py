@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import generate, host, measure
+from attnzoo.benchmarks import generate, gpt, host, measure
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
@@ -84,6 +84,22 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert "| 1 mamba2, 1 fox |" in ran.output
 
 
+def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "MODES", {"eager": None})
+    sizes = {"batch": 2, "context": 16, "hidden": 32, "layers": 2, "heads": 2, "vocabulary": 40}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    ran = run("gpt", "--device", "cpu", *words, "--steps", "1", "--out", "speed")
+    assert ran.exit_code == 0, ran.output
+    result = json.loads((tmp_path / "speed/results.json").read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(list_variants()) < rows.keys()
+    assert result["sizes"] == sizes
+    assert rows["fox + ACP"]["loss"] == pytest.approx(rows["fox"]["loss"], abs=2e-3)
+    assert len({row["loss"] for row in rows.values()}) > 10
+    assert [line for line in result["missing"] if not line.startswith("FLA's fox")] == []
+    assert f"| fox | {rows['fox']['tokens_per_second']:,} | " in (tmp_path / "speed/results.md").read_text()
+
+
 def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
     texts = [path.read_text() for path in DOCS.rglob("*.md")]
     commands = [words for text in texts for words in re.findall(r"attnzoo bench train (\w[^`#\n]*=[^`#\n]*)", text)]
@@ -94,7 +110,8 @@ def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["train", "tiny"]]
+    "arguments",
+    [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["gpt"], ["train", "tiny"]],
 )
 def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +153,7 @@ def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
     ]
 
 
-@pytest.mark.parametrize("command", [["fox"], ["generate"], ["train", "tiny"]])
+@pytest.mark.parametrize("command", [["fox"], ["generate"], ["gpt"], ["train", "tiny"]])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
     command: list[str], tmp_path: Path
 ) -> None:
