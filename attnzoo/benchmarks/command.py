@@ -229,15 +229,15 @@ def generate(**options: Any) -> None:
 def gpt(
     batch: int, context: int, hidden: int, layers: int, heads: int, vocabulary: int, device: str, **options: Any
 ) -> None:
-    """Training steps of a plain GPT with each variant as its attention.
+    """Training steps of a plain GPT with each variant in it.
 
     Beside SDPA with RoPE and flash-linear-attention's FoX layer: eager, compiled, and compiled with CUDA graphs.
     """
     if device == "cuda":
         _need_gpu("gpt", "; --device cpu measures without one")
-    from attnzoo.benchmarks.gpt import Sizes, run
+    from attnzoo.benchmarks.gpt import GPTSizes, run
 
-    run(sizes=Sizes(batch, context, hidden, layers, heads, vocabulary), device=device, **options)
+    run(sizes=GPTSizes(batch, context, hidden, layers, heads, vocabulary), device=device, **options)
 
 
 @bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")

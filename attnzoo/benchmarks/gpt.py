@@ -30,7 +30,7 @@ PLAIN = "SDPA, RoPE"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GPTSizes:
     """The sizes of the GPT and of its batch; the defaults are GPT-2's smallest model with 2048 tokens.
 
     Args:
@@ -121,7 +121,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder whose loss is the mean over all tokens of ``[B, T + 1]``."""
 
-    def __init__(self, build: Callable[[int, int], nn.Module], sizes: Sizes):
+    def __init__(self, build: Callable[[int, int], nn.Module], sizes: GPTSizes):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.blocks = nn.ModuleList(Block(build(sizes.hidden, sizes.heads), sizes.hidden) for _ in range(sizes.layers))
@@ -157,7 +157,7 @@ def _fla_fox(hidden: int, heads: int) -> nn.Module:
     return First(ForgettingAttention(hidden_size=hidden, num_heads=heads, qk_norm=False))
 
 
-def times(contender: TimedGPT, sizes: Sizes, mode: str, steps: int, device: str) -> Result:
+def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: str) -> Result:
     """The seconds until the first step has ended, the median milliseconds of ``steps`` more, peak GiB and the loss."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -199,7 +199,7 @@ def times(contender: TimedGPT, sizes: Sizes, mode: str, steps: int, device: str)
     }
 
 
-def measure(peers: Sequence[TimedGPT], result: Result, sizes: Sizes, steps: int, seconds: float, keep: Any) -> None:
+def measure(peers: Sequence[TimedGPT], result: Result, sizes: GPTSizes, steps: int, seconds: float, keep: Any) -> None:
     """Add a row for each contender and mode to ``result``, and a line of "missing" for each that failed."""
     deadline = time.time() + seconds
     for mode in (name for name in MODES if name != "graphs" or result["device"] == "cuda"):
@@ -221,7 +221,7 @@ def measure(peers: Sequence[TimedGPT], result: Result, sizes: Sizes, steps: int,
 
 def table(result: Result) -> str:
     """The result as Markdown: a row per contender, with its speed beside PyTorch's attention in the same mode."""
-    m, sizes = result["machine"], Sizes(**result["sizes"])
+    m, sizes = result["machine"], GPTSizes(**result["sizes"])
     rows = {(row["name"], row["mode"]): row for row in result["rows"]}
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; {result['device']}, "
@@ -247,7 +247,7 @@ def table(result: Result) -> str:
     return "\n".join([*lines, *markdown_table(columns, cells), "", *not_measured(result["missing"])]) + "\n"
 
 
-def run(out: Path, sizes: Sizes, only: Sequence[str], steps: int, seconds: float, device: str) -> None:
+def run(out: Path, sizes: GPTSizes, only: Sequence[str], steps: int, seconds: float, device: str) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``.
 
     Raises:
