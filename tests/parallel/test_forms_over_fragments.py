@@ -112,6 +112,24 @@ def test_ranks_together_give_what_one_does(name, data):
     compare(Run(name, fragments, inputs, options, transport))
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox", "wall", "mamba2", "gla", "gated_deltanet"])
+def test_where_heads_are_exchanged_any_number_of_ranks_gives_the_same_bits(name):
+    *rows, gate = random_inputs(name, B=1, T=64, H=4, G=4, K=16, V=16, dtype=torch.float32)
+    found = {}
+    for ranks in (1, 2, 4):
+        fragments = Fragments.contiguous([0, 16, 32, 48, 64], ranks)
+
+        def rank(_, fragments=fragments):
+            given = [x.clone().requires_grad_() for x in fragments.shard(*rows)]
+            local = gate.map(lambda part: part if part.ndim == 1 else fragments.shard(part))
+            o = get(name).forms["parallel"](*given, local, fragments=fragments, transport="heads")
+            return o.detach(), *torch.autograd.grad(o.square().sum(), given)
+
+        found[ranks] = [torch.cat(parts, 1) for parts in zip(*on_ranks(ranks, rank), strict=True)]
+    for ranks in (2, 4):
+        assert all(torch.equal(got, one) for got, one in zip(found[ranks], found[1], strict=True))
+
+
 @pytest.mark.parametrize("name", ["fox", "alibi", "path_fox", "fox_rope"])
 def test_what_is_not_sent_weighs_no_more_than_eps(name):
     """With next to nothing allowed the result is the whole one; with more no output moves by more than it may."""
