@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize
+from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize, words_of
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
@@ -213,7 +213,7 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
 
     given = _without_files(overrides)
     read = where_it_stands(load_config(path, given), path, given)
-    train_by(processes, read, "train", config, *overrides)
+    train_by(processes, read, words_of(click.get_current_context()))
 
 
 def _without_files(overrides: tuple[str, ...]) -> tuple[str, ...]:

@@ -35,6 +35,20 @@ def _once(context: click.Context, parameter: click.Parameter, overrides: tuple[s
     return overrides
 
 
+def words_of(context: click.Context) -> list[str]:
+    """The words, after `attnzoo`, of the same command in one of several processes: all that was given, but their
+    number."""
+    words = [str(context.info_name)]
+    for parameter in context.command.params:
+        given = context.params.get(str(parameter.name))
+        if parameter.name == "processes" or given in (None, (), False):
+            continue
+        for value in given if isinstance(given, tuple) else (given,):
+            option = "" if isinstance(parameter, click.Argument) else parameter.opts[0]
+            words.append(option if value is True else f"{option}={value}" if option else str(value))
+    return words
+
+
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", callback=_once)
 
 

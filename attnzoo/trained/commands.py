@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnzoo.data.command import PATH, to_option
+from attnzoo.data.command import PATH, to_option, words_of
 
 if TYPE_CHECKING:
     from attnzoo.training.config import TrainConfig
@@ -39,7 +39,7 @@ def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) ->
     return replace(config, output_dir=str(path.parent)) if moved else config
 
 
-def train_by(processes: int, config: TrainConfig, *words: str) -> None:
+def train_by(processes: int, config: TrainConfig, words: Sequence[str]) -> None:
     """Train in this process, or start several processes that train together.
 
     Args:
@@ -117,10 +117,8 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
     """
     from attnzoo.training import extend as extended
 
-    words = ["extend", str(run), f"--steps={steps}", f"--schedule={schedule}"]
-    words += [] if lr is None else [f"--lr={lr!r}"]
-    words += [] if warmup_steps is None else [f"--warmup-steps={warmup_steps}"]
-    train_by(processes, extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps), *words)
+    config = extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps)
+    train_by(processes, config, words_of(click.get_current_context()))
 
 
 @click.command()

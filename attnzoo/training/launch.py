@@ -1,4 +1,4 @@
-"""Training in several processes of one host, whose failure is reported in one line."""
+"""Several processes of one host, whose failure is reported in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -124,6 +124,34 @@ def waiting_for_others(limit: timedelta) -> Iterator[None]:
         raise TimeoutError(
             f"RANK={rank}, WORLD_SIZE={processes}: the other processes have not come in {seconds:g} seconds; {alone}"
         ) from error
+
+
+@contextmanager
+def connected(device: str, limit: timedelta) -> Iterator[tuple[str, Any]]:
+    """The block in which the processes of a launcher are connected: this one's device, and the group of all.
+
+    Args:
+        device: `cpu` or `cuda`.
+        limit: time that an exchange may take.
+
+    Yields:
+        `device` and None in a process that no launcher started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield device, None
+        return
+    import torch
+    from torch import distributed as dist
+
+    end_with_launcher()
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
+    try:
+        yield device, dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def end_with_launcher() -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import re
 import shutil
+import socket
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -69,6 +71,33 @@ def test_losses_say_their_windows_and_leave_room_for_two(run, asked, said, tmp_p
     caplog.clear()
     invoke(run, "--on", "loss:tokens=10", "--length", 64, "--out", tmp_path)
     assert not caplog.messages
+
+
+def test_several_processes_share_each_window_of_a_loss_and_of_nothing_else(run, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("attnzoo.training.launch.launch", lambda *arguments: given.append(arguments))
+    words = [run, "--on=loss:tokens=256", "--length=64", "--device=cpu", f"--out={tmp_path / 'together'}"]
+    invoke(*words, "--processes", 2)
+    assert given == [([sys.executable, "-m", "attnzoo", "evaluate", *map(str, words)], 2)]
+    refused = invoke(run, "--on", "loss", "--on", "pruning", "--processes", 2, code=1)
+    assert str(refused.exception) == "--processes: only --on loss shares a text over processes, got loss, pruning"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    launched = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(measures, "measure_losses", lambda *given: seen.append(given[3]) or measure_losses(*given))
+    invoke(*words)  # as a process of a launcher
+    for name in launched:
+        monkeypatch.delenv(name)
+    invoke(*words[:-1], "--out", tmp_path / "alone")
+    assert seen[0] is not None
+    assert seen[1] is None
+    files = [next((tmp_path / name).glob("*.json")) for name in ("together", "alone")]
+    together, alone = (json.loads(file.read_text()) for file in files)
+    assert together["options"] == alone["options"] == {"tokens": 256, "length": [64]}
+    assert together["result"]["loss"] == pytest.approx(alone["result"]["loss"], abs=1e-6)
 
 
 def test_results_of_another_model_are_not_written_over(run, tmp_path):

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from attnzoo.data.command import PATH, read_options
+from attnzoo.data.command import PATH, read_options, words_of
+from attnzoo.trained.commands import processes_option
 
 
 @click.command()
@@ -28,11 +29,19 @@ from attnzoo.data.command import PATH, read_options
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
 @click.option("--out", type=PATH, help="Where results and pictures go.  [default: evaluations in the run's folder]")
+@processes_option
 @click.option("--json", "as_lines", is_flag=True, help="A line of JSON per result.")
 @click.option("--list", "list_them", is_flag=True, is_eager=True, expose_value=False, callback=lambda *x: _list(*x),
               help="Every evaluation with its options.")  # fmt: skip
 def evaluate(
-    what: Path, on: tuple[str, ...], device: str, dtype: str | None, out: Path | None, as_lines: bool, **common: Any
+    what: Path,
+    on: tuple[str, ...],
+    device: str,
+    dtype: str | None,
+    out: Path | None,
+    processes: int,
+    as_lines: bool,
+    **common: Any,
 ) -> None:
     """Measure a model.
 
@@ -41,17 +50,45 @@ def evaluate(
     an evaluation (--list) or a task (`attnzoo data list`), whose questions are asked: at every place where something is
     asked the likeliest token is taken. Rows are drawn apart from those of training; texts are held out.
     """
+    import sys
+    from datetime import timedelta
+
+    from attnzoo.experiments.evaluate.table import evaluation
+    from attnzoo.trained.model import device_named
+    from attnzoo.training.config import TrainConfig
+    from attnzoo.training.launch import check_processes, connected, launch
+
+    device = device_named(device)
+    if processes > 1:
+        names = [one.partition(":")[0] for one in on]
+        if not names or any("over" not in evaluation(name).reads for name in names):
+            raise ValueError(
+                f"--processes: only --on loss shares a text over processes, got {', '.join(names) or 'none'}"
+            )
+        check_processes(processes, device)
+        return launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
+    with connected(device, timedelta(seconds=TrainConfig.exchange_timeout)) as (own, group):
+        _evaluate(what, on, own, dtype, out, as_lines, {**common, "over": group})
+
+
+def _evaluate(
+    what: Path, on: tuple[str, ...], device: str, dtype: str | None, out: Path | None, as_lines: bool,
+    common: dict[str, Any],
+) -> None:  # fmt: skip
+    """Measure in this process; the first of several prints and writes."""
     import json
+    import logging
 
     import torch
 
     from attnzoo.data.own import check_replaceable
     from attnzoo.experiments.evaluate import measures, saved, table
     from attnzoo.files import check_folder
-    from attnzoo.trained.model import device_named
 
-    given = {field: value for field, value in common.items() if value not in (None, ())}
-    device = device_named(device)
+    first = common["over"] is None or common["over"].rank() == 0
+    if not first:
+        logging.getLogger("attnzoo").setLevel(logging.ERROR)
+    given = {field: value for field, value in common.items() if value not in (None, ()) and field != "over"}
     asked = [
         (name, read_options(options.split(",") if options else []))
         for name, _, options in (one.partition(":") for one in on)
@@ -68,7 +105,7 @@ def evaluate(
     folder = out or (subject.folder / saved.FOLDER if subject.checkpoint is not None and subject.folder else None)
     if folder is not None:
         check_folder(folder, "--out")
-    if subject.folder is None and not as_lines:
+    if subject.folder is None and not as_lines and first:
         click.echo(subject.title)
     wanted = []
     for name, options in asked:
@@ -84,6 +121,8 @@ def evaluate(
         wanted.append((name, options, settings, file, entry))
     for name, options, settings, file, entry in wanted:
         found = table.measure(subject, name, options, measures.Common(**common))
+        if not first:
+            continue
         content = saved.document(subject, name, settings, found)
         if as_lines:
             click.echo(json.dumps(content, allow_nan=False))

@@ -62,12 +62,14 @@ class Common:
         rows: of a task, per length; None for 256, or 32 for a haystack's cell.
         seed: of the rows; None for 0.
         text: a text file, a folder of them or `stdlib`; None for the model's own held-out data.
+        over: the process group that shares each window; None for this process alone.
     """
 
     length: tuple[int, ...] = ()
     rows: int | None = None
     seed: int | None = None
     text: str | Path | None = None
+    over: Any = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def loss(subject: TrainedModel, common: Common, *, factor: int | None = None, to
     if not common.length:
         contexts = "a training context" if factor == 1 else f"{factor} training contexts"
         logger.warning("loss: windows of %d tokens, %s, %d of them", windows.shape[1] - 1, contexts, len(windows))
-    return measure_losses(subject.model, windows, subject.context)
+    return measure_losses(subject.model, windows, subject.context, common.over)
 
 
 def lengths(

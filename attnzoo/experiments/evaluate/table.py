@@ -57,7 +57,7 @@ class Evaluation:
 
 
 EVALUATIONS: dict[str, Evaluation] = {
-    "loss": Evaluation(measures.loss, ("length", "text"), lines.loss, pictures.loss),
+    "loss": Evaluation(measures.loss, ("length", "text", "over"), lines.loss, pictures.loss),
     "lengths": Evaluation(measures.lengths, ("length", "rows", "seed"), lines.answers, pictures.lengths),
     "haystack": Evaluation(measures.haystack, ("length", "rows", "seed", "text"), lines.haystack, pictures.haystack),
     "pruning": Evaluation(measures.pruning, ("length", "text"), lines.pruning, pictures.pruning),
