@@ -114,7 +114,7 @@ class _Asked(BaseException):
 
 @dataclass(frozen=True)
 class _Listener:
-    """A replacement of a layer's variant that raises :class:`_Asked` when a form is chosen."""
+    """A stand-in for a layer's variant, which raises :class:`_Asked` with the call as soon as a form is chosen."""
 
     variant: Variant
 

@@ -201,7 +201,10 @@ def remove_stale(folder: Path, keep: int) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Oldest first. Only what is named exactly as `write_checkpoint` does counts: a copy of a user's is left alone."""
+    """The folders of a run's checkpoints, oldest first.
+
+    Only names that `write_checkpoint` gives count; a user's copy beside them is left alone.
+    """
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 

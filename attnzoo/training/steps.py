@@ -98,7 +98,7 @@ class Run:
         return self._shares(torch.tensor([[taught(rows, network) for network in self.networks] for rows in parts]))
 
     def _shares(self, counted: Tensor) -> list[Tensor | None]:
-        """The numbers ``counted`` of each part, ``[parts, ...]``, divided by their mean over all parts of all
+        """The counts ``[parts, ...]`` of this process's parts, each divided by the mean over the parts of all
         processes."""
         accelerator = self.accelerator
         counted = moved(counted, accelerator.device)

@@ -10,7 +10,7 @@ from attnzoo.kernels.common.named_op import NamedOp
 
 
 def attention_gradients(forward: NamedOp[Any, Any], backward: NamedOp[Any, Any], inputs: Any, wanted: Any) -> None:
-    """Give a forward op its gradient, and let the backward op say that it has none itself.
+    """Register the backward op as the gradient of the forward op; the gradient itself cannot be differentiated.
 
     Args:
         inputs: type of the backward op's, with do, dlse, given, made, deterministic, unrounded and wanted.

@@ -98,7 +98,7 @@ def installed_triton() -> str:
 
 
 def triton_version() -> tuple[int, int]:
-    """Its first two numbers; (0, 0) if there is none."""
+    """The first two numbers of the installed Triton's version; (0, 0) without Triton."""
     return cast(tuple[int, int], _RELEASE)
 
 

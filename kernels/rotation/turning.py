@@ -121,7 +121,7 @@ def turn_kernel(
 
 @triton.jit
 def _turning(p_y, p_dy, o_x, m_x, b_turn, b_noise, BT: tl.constexpr, BP: tl.constexpr):
-    """What a vector adds to the gradient of its own phase, and to the variance of what rounding has made of that."""
+    """The gradient of a vector's own phase, and the variance of the rounding error in it."""
     b_a, b_b = _pairs(p_y, o_x, m_x, BT, BP)
     b_da, b_db = _pairs(p_dy, o_x, m_x, BT, BP)
     b_turn += (b_db * b_a - b_da * b_b).to(tl.float64)

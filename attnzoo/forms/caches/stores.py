@@ -186,7 +186,10 @@ class CarriedKeys(_Pages):
 
 
 def _ready(forms: Keeper, call: Call, given: SoftmaxOptions) -> tuple[Tensor, Tensor, Tensor, Gate, dict[str, Any]]:
-    """The inputs of a call as the pages of its state take them, which are made ready, and what the next has seen."""
+    """The call's q, k, v and gate with rotations and padding applied, and what its cache has seen after it.
+
+    The pages of the cache are made ready for the new tokens.
+    """
     state, valid = cast(PagedCache, call.state), given.valid
     q, k, v = call.q, call.k, call.v
     state.begin()
@@ -200,7 +203,7 @@ def _ready(forms: Keeper, call: Call, given: SoftmaxOptions) -> tuple[Tensor, Te
 
 
 def _sizes(q: Tensor, v: Tensor, G: int) -> PoolSizes:
-    """Those of a pool for such tokens, whose keys have G heads."""
+    """The sizes of a pool for tokens like these, whose keys have G heads."""
     B, _, H, K = q.shape
     return PoolSizes(B, G, H // G, K, v.shape[3])
 

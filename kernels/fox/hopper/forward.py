@@ -205,7 +205,10 @@ def fox_fwd_hopper_kernel(
     RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one task per BT rows, p_next: how many others took."""
+    """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one task per BT rows.
+
+    ``p_next`` counts the tasks that programs have taken beyond their first.
+    """
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, BT // 2, 1, BK], d_q.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BK], d_k.layout)

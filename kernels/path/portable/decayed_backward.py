@@ -210,7 +210,7 @@ def path_decayed_pairs_bwd_kernel(
             d_x += d_y
             if GATE:
                 d_y *= load_tile(p_x + z, o_c, o_n, stride_xt, R, K, BK, True)
-                if EARLY:  # pairs that lie after the gate, off what later vectors give
+                if EARLY:  # the factors of later vectors are multiplied before this gate: their pairs count against it
                     d_y = tl.where(inside, -d_y, d_y)
                     m_upto = (inside & m_upto) | ((not inside) & m_past)
                 d_g = add_gates_of(d_g, m_upto, d_y, PREC)
