@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ class SharedStream(OwnCore):
         out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
         return tied(out, *knots)
 
-    def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Tensor:
+    def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
         """What the variant gives of the call."""
         fragments, transport = self.context
         if keys_per_token > 1:

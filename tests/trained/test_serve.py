@@ -19,12 +19,15 @@ from attnzoo.data import decode, encode
 from attnzoo.data.tokenizer import SETTINGS
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
+from attnzoo.models.config import ModelConfig
 from attnzoo.models.generation.sampling import Sampling
 from attnzoo.trained.continuation import load_text_model
 from attnzoo.trained.serving.chat import chat_template
 from attnzoo.trained.serving.server import Serving, exported, listen
 from attnzoo.trained.serving.worker import WantedText, Worker
 from attnzoo.training import train
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.recipe import to_yaml
 
 PROMPTS = ["7 and one is", "12 and", "number"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -316,3 +319,13 @@ def test_a_port_in_use_and_an_engine_that_is_not_there_are_one_line(run):
         listen("192.0.2.1", 0)
     with pytest.raises(UnavailableError, match="--engine vllm: vLLM has no --evict"):
         list(Serving(run, "vllm", port=0, evict=1e-4).run())
+
+
+def test_a_model_that_vllm_cannot_serve_is_refused_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: object())
+    for name, reason in (("fox", ""), ("path", "later tokens change its cached keys (w, beta)")):
+        model = ModelConfig(attention=["nope", name], num_layers=2, hidden_size=16, num_heads=2)
+        (tmp_path / "config.yaml").write_text(to_yaml(TrainConfig(model=model)))
+        said = f"layer 1: expected one that vLLM can serve, got {name!r}: {reason}" if reason else ""
+        assert Serving(tmp_path).against_vllm().startswith(said)
+        assert bool(Serving(tmp_path).against_vllm()) == bool(reason)

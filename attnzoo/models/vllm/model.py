@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from attnzoo.models.vllm.refusals import check_layers
 from attnzoo.models.vllm.served import ServedLayer
 from attnzoo.models.vllm.stream import ServedStream, Step
 
-OF_STATES = ("get_mamba_state_shape_from_config", "get_mamba_state_dtype_from_config", "get_mamba_state_copy_func")
 
-
-class ServedModel(nn.Module, HasInnerState, IsHybrid):
+class ServedModel(nn.Module, HasInnerState, IsHybrid):  # type: ignore[misc]
     """A :class:`~attnzoo.models.LanguageModel` whose tokens, keys and states vLLM schedules and stores.
 
     Args:
@@ -76,7 +74,7 @@ class ServedModel(nn.Module, HasInnerState, IsHybrid):
         shape, metadata = (1, len(x)), get_forward_context().attn_metadata
         x = self.model.placed(x[None], None if self.model.positions is None else positions[None])
         steps: dict[int, Step] = {}
-        for block, served in zip(self.model.blocks, self.served, strict=True):
+        for block, served in zip(self.model.blocks, cast("Iterable[ServedLayer]", self.served), strict=True):
             own = metadata[served.states.prefix] if metadata and served.states is not None else None
             if own is not None and id(own) not in steps:
                 steps[id(own)] = Step.of(own, shape[1])

@@ -33,12 +33,19 @@ def refusal(layer: Attention, dtype: torch.dtype) -> str:
     return ""
 
 
+def unserved(layers: Sequence[Attention], dtype: torch.dtype) -> str:
+    """The first layer that vLLM cannot serve, and why; "" where it can serve all."""
+    for number, layer in enumerate(layers):
+        if why := refusal(layer, dtype):
+            return f"layer {number}: expected one that vLLM can serve, got {layer.variant.name!r}: {why}"
+    return ""
+
+
 def check_layers(layers: Sequence[Attention], dtype: torch.dtype) -> None:
     """Raise where vLLM cannot serve one of the layers.
 
     Raises:
         ValueError: one that it cannot; the message names the layer and says why.
     """
-    for number, layer in enumerate(layers):
-        if why := refusal(layer, dtype):
-            raise ValueError(f"layer {number}: expected one that vLLM can serve, got {layer.variant.name!r}: {why}")
+    if why := unserved(layers, dtype):
+        raise ValueError(why)

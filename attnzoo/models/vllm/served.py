@@ -23,7 +23,7 @@ from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
 
-class States(nn.Module, MambaBase):
+class States(nn.Module, MambaBase):  # type: ignore[misc]
     """The state of one layer for all requests, one row of bytes in each of vLLM's pages.
 
     Args:
@@ -98,4 +98,4 @@ class ServedLayer(nn.Module):
         paged = cast(Any, self.paged)
         q, k, v = (F.pad(x[0], (0, paged.head_size - x.shape[3])).flatten(1) for x in (q, k, v))
         o: Tensor = paged(q, k, v)
-        return o.unflatten(-1, (H, -1))[None, ..., :V]
+        return cast(Tensor, o.unflatten(-1, (H, -1)))[None, ..., :V]

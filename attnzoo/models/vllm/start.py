@@ -9,11 +9,13 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from attnzoo.errors import unknown
 from attnzoo.forms.backends.sdpa import BUDGET, BUDGET_OF_FLOAT32, logit_error
+from attnzoo.models.vllm.config import ServedConfig
 from attnzoo.models.vllm.refusals import check_layers
 from attnzoo.models.vllm.storage import layers_of
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # whose lines vLLM shows
 
 
 class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
@@ -40,8 +42,9 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
         ):
             if given is not None:
                 raise ValueError(f"--{name}: expected none, got {given!r}")
-        if cache.mamba_cache_mode == "all":
-            raise ValueError("--mamba-cache-mode: expected 'align' (a state is kept at the ends of pages), got 'all'")
+        overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+        for name in overrides.keys() - vars(ServedConfig()).keys():
+            raise unknown("name", name, sorted(vars(ServedConfig())), of="--hf-overrides")
         channels = model.hf_config.gate_channels
         if not isinstance(channels, int) or not 1 <= channels <= 8:
             raise ValueError(f"gate_channels: expected a number of channels from 1 to 8, got {channels!r}")

@@ -90,15 +90,27 @@ class Serving:
             "--evict": self.evict, "--budget": self.budget, "--prefix-cache": self.prefix_cache,
             "--device": None if self.device == "auto" else self.device,
         }  # fmt: skip
-        missing = "vLLM is not installed" if importlib.util.find_spec("vllm") is None else ""
-        return next((f"vLLM has no {name}" for name, value in own.items() if value is not None), missing)
+        if named := next((name for name, value in own.items() if value is not None), None):
+            return f"vLLM has no {named}"
+        return "vLLM is not installed" if importlib.util.find_spec("vllm") is None else self._unserved()
+
+    def _unserved(self) -> str:
+        """The reason why vLLM cannot serve one of the model's layers, or ""."""
+        import torch
+
+        from attnzoo.models.vllm.refusals import unserved
+        from attnzoo.models.vllm.storage import layers_of
+        from attnzoo.trained.exchange import recipe_of
+
+        dtype = getattr(torch, self.dtype or "bfloat16")
+        return unserved(layers_of(recipe_of(self.source).model), dtype)
 
     def vllm_words(self, folder: Path, port: int) -> list[str]:
         """The command that serves a folder by vLLM."""
         limits = {"max-model-len": self.max_tokens, "max-num-seqs": self.max_sequences, "dtype": self.dtype or "auto"}
         given = {"host": self.host, "port": port, "served-model-name": self.name, **limits}
         words = [f"--{name}={value}" for name, value in given.items()]
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *words]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", *words]
 
     def curl(self, port: int) -> str:
         """A command line that asks the server."""
