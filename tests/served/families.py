@@ -1,0 +1,72 @@
+"""Small models of every family that is served, and their greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.hf import AttnzooForCausalLM
+
+VOCABULARY = 256
+FAMILIES: dict[str, dict[str, Any]] = {
+    "fox": {"attention": "fox"},
+    "fox_pro": {"attention": "fox", "attention_options": {"block": "pro", "num_kv_heads": 2}},
+    "fox_window": {"attention": "fox", "attention_options": {"window": 40, "kv_shift": True}},
+    "nope": {"attention": "nope", "tie_embeddings": True},
+    "alibi": {"attention": "alibi", "attention_options": {"num_kv_heads": 1}},
+    "alibi_independent": {"attention": "alibi", "attention_options": {"gate": "independent", "output_norm": "rms"}},
+    "rope": {"attention": "rope", "attention_options": {"num_kv_heads": 2, "qk_norm": "rms", "theta": 1e4}},
+    "rope_softcap": {"attention": "rope", "attention_options": {"softcap": 3.0, "value_dim": 32, "qkv_bias": True}},
+    "rope_selective": {"attention": "rope", "attention_options": {"gate": "selective", "num_kv_heads": 2}},
+    "fox_rope": {"attention": "fox_rope"},
+    "fox_rope_rotary": {
+        "attention": "fox_rope",
+        "attention_options": {"gate": ["rotary", "forget"], "block": "pro", "num_kv_heads": 2},
+    },
+    "hybrid": {
+        "attention": [
+            {"name": "rope", "options": {"window": 40, "sinks": True}},
+            {"name": "fox", "options": {"block": "pro"}},
+            {"name": "nope", "norm": "after"},
+        ],
+    },
+}
+
+
+def build(family: str) -> LanguageModel:
+    """A model of the family with weights that make attention and every part of it matter."""
+    settings = FAMILIES[family]
+    layers = len(settings["attention"]) if isinstance(settings["attention"], list) else 2
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_layers": layers, "num_heads": 4, "vocab_size": VOCABULARY}
+    model = LanguageModel(ModelConfig(**{**sizes, **settings})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter *= 4
+            elif "forget_proj" in name:
+                parameter.uniform_(0, 4)
+            else:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def export(model: LanguageModel, folder: Path, **options: Any) -> str:
+    """The folder that `attnzoo export` writes of a model, without a tokenizer."""
+    AttnzooForCausalLM.of(model, **options).save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def wrong(model: LanguageModel, prompt: list[int], tokens: list[int]) -> str:
+    """What the model would have said in place of the first of ``tokens`` that is not its own; "" if all are."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    for place, (row, token) in enumerate(zip(logits, tokens, strict=True)):
+        best = int(row.argmax())
+        if best != token:
+            return f"token {place} after {len(prompt)}: {token}, not {best}, {float(row[best] - row[token]):.2g} below"
+    return ""

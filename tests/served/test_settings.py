@@ -1,0 +1,92 @@
+"""Settings of the engine: what is refused at the start, what is said of the channels, how tokens are drawn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, export
+from test_tokens import ask, engine, prompt, release
+
+from attnzoo.models.vllm import register
+
+pytest.importorskip("vllm", reason="vLLM is not installed (make test-vllm)")
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def settings_of(folder: str, **settings: Any) -> Any:
+    from vllm import EngineArgs
+
+    register()
+    given = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, **settings}
+    return EngineArgs(model=folder, **given).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def fox(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return export(build("fox"), tmp_path_factory.mktemp("fox"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: expected 1"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size: expected 1"),
+        ({"quantization": "fp8"}, "--quantization: expected none"),
+        ({"speculative_config": NGRAM}, "--speculative-config: expected none"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype: expected auto"),
+        ({"dtype": "float16"}, "expected --dtype bfloat16 or float32"),
+        ({"hf_overrides": {"gate_channels": 0}}, "gate_channels: expected a number of channels from 1 to 8, got 0"),
+        ({"hf_overrides": {"gate_chanels": 2}}, "did you mean 'gate_channels'"),
+        ({"hf_overrides": {"attention": "path"}}, "got 'path': later tokens change its cached keys"),
+        ({"hf_overrides": {"attention": "wall"}}, "got 'wall': later tokens change its cached keys"),
+        ({"hf_overrides": {"attention_options": {"sinks": True}}}, "a sink takes part in the softmax without a decay"),
+        ({"hf_overrides": {"attention_options": {"forgetting": {}}}}, "One-Pass Forgetting evicts keys"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(fox: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        settings_of(fox, **settings)
+
+
+def test_channels_widen_the_keys_and_narrow_the_error(fox: str) -> None:
+    from attnzoo.models.vllm.start import said
+
+    config = settings_of(fox, hf_overrides={"gate_channels": 5})
+    assert config.model_config.get_head_size() == 32  # 16 channels and 5, as the kernels take them
+    assert config.model_config.hf_config.storages()[0].key_dim == 21
+    assert "at most 1e-05 where they sum to at least -33.55" in said(torch.float32, 3, 1000)
+    assert "at most 0.001 where they sum to at least -3355" in said(torch.bfloat16, 3, 1000)
+    assert "sum to at least -0.256 " in said(torch.bfloat16, 1, 1000)
+
+
+def test_tokens_are_drawn_as_asked(tmp_path: Path) -> None:
+    random.seed(1)
+    model = build("hybrid")
+    llm = engine(export(model, tmp_path), enable_prefix_caching=False)
+    try:
+        prompts = [prompt(n) for n in (7, 12)]  # a seed beside prompts in chunks ends vLLM 0.32 on a CPU
+        greedy = [list(o.outputs[0].token_ids) for o in ask(llm, prompts, 12)]
+        narrow = ask(llm, prompts, 12, temperature=1.0, top_k=1)
+        assert [list(o.outputs[0].token_ids) for o in narrow] == greedy
+        options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "n": 3, "seed": 5}
+        twice = [[[list(c.token_ids) for c in o.outputs] for o in ask(llm, prompts, 12, **options)] for _ in range(2)]
+        assert twice[0] == twice[1]
+        assert len({tuple(tokens) for tokens in twice[0][0]}) == 3
+        stopped = ask(llm, prompts, 12, stop_token_ids=[greedy[0][3]])
+        assert list(stopped[0].outputs[0].token_ids) == greedy[0][: greedy[0].index(greedy[0][3]) + 1]
+        assert stopped[0].outputs[0].finish_reason == "stop"
+        for given, output in zip(prompts, ask(llm, prompts, 12, logprobs=3), strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            with torch.no_grad():
+                logits = model(torch.tensor([given + tokens])).logits[0, len(given) - 1 : -1]
+            expected = logits.log_softmax(-1)
+            for place, found in enumerate(output.outputs[0].logprobs):
+                for token, said in found.items():
+                    assert abs(float(expected[place, token]) - said.logprob) < 1e-3
+    finally:
+        release(llm)
