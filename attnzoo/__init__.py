@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Evict, Prune
+    from attnzoo.algebra.readout import Readout, Scores
     from attnzoo.equations import describe
     from attnzoo.forgetting.rules import Forgetting
     from attnzoo.forms.caches.state import KVCache, RecurrentState
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     from attnzoo.layer.build import build_attention
     from attnzoo.layer.weight_decay import param_groups
     from attnzoo.pair import Pair
-    from attnzoo.registry import Variant, dual, get, list_variants, pair_for, pairs, register, register_part
+    from attnzoo.registry import (
+        Variant,
+        dual,
+        get,
+        list_variants,
+        pair_for,
+        pairs,
+        register,
+        register_part,
+        register_readout,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,7 +42,9 @@ __all__ = [
     "KVCache",
     "Pair",
     "Prune",
+    "Readout",
     "RecurrentState",
+    "Scores",
     "Variant",
     "build_attention",
     "describe",
@@ -43,6 +56,7 @@ __all__ = [
     "param_groups",
     "register",
     "register_part",
+    "register_readout",
 ]
 _HOMES = {
     "Attention": "layer.attention",
@@ -54,6 +68,8 @@ _HOMES = {
     "KVCache": "forms.caches.state",
     "RecurrentState": "forms.caches.state",
     "Prune": "algebra.pruning",
+    "Readout": "algebra.readout",
+    "Scores": "algebra.readout",
     "describe": "equations",
     "param_groups": "layer.weight_decay",
 }

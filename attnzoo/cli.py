@@ -60,7 +60,7 @@ def list_pairs(files: tuple[str, ...], presets: bool) -> None:
     from attnzoo.algebra.gate import PARTS, groups
     from attnzoo.equations import in_ascii
     from attnzoo.pair import product_of
-    from attnzoo.registry import broken_plugins, from_file, pairs
+    from attnzoo.registry import broken_plugins, from_file, get, list_variants, pairs
 
     for file in files:
         from_file(file)
@@ -79,7 +79,8 @@ def list_pairs(files: tuple[str, ...], presets: bool) -> None:
         f"The transition is exp(g_t) {product_of(PARTS)}, of the parts marked. "
         "`attnzoo show NAME` prints the equations of a pair."
     )
-    for note in [lattice, *(pair.note for pair in pairs() if pair.note)]:
+    others = ", ".join(f"{name} (the gate of {get(name).dual.name})" for name in list_variants("other"))
+    for note in [lattice, f"Other readouts: {others}.", *(pair.note for pair in pairs() if pair.note)]:
         click.echo(textwrap.fill(note, 80))
     for problem in broken:
         click.echo(problem)
@@ -102,7 +103,7 @@ def _list_presets() -> None:
 def show(name: str, preset: bool) -> None:
     """One variant and its dual: equations, gate, forms, sources.
 
-    NAME is any variant, FILE.py:NAME, or a FILE.py, whose pairs are shown.
+    NAME is any variant, FILE.py:NAME, or a FILE.py, whose variants are shown.
     """
     if preset:
         return _show_preset(name)
@@ -113,13 +114,13 @@ def show(name: str, preset: bool) -> None:
     if ".py" in name:
         shown = names_of(name)
         for one in shown:
-            if len(shown) == 1 or get(one).side == "softmax":  # which has its dual on its screen
+            if len(shown) == 1 or get(one).side != "linear":  # which has its dual on its screen
                 _show_variant(one)
         return
 
     if name in names():
         raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
-    close = nearest(name, [*list_variants(), *names()])
+    close = nearest(name, [*list_variants(), *list_variants("other"), *names()])
     if close in names():
         raise ValueError(
             f"unknown variant {name!r}; did you mean the model {close!r}: `attnzoo show --preset {close}`?"

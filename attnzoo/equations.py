@@ -30,28 +30,33 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     """
     variant = get(name)
     pair = variant.pair
-    linear, softmax = get(pair.linear), get(pair.softmax)
+    sides = (get(pair.linear), get(pair.softmax)) if variant.readout is None else (variant, variant.dual)
     write = in_ascii if ascii_only else str
     place = f"{variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}"
+    if variant.readout is not None:
+        place = f"another readout of the gate of {variant.dual.name}"
     heads = (f"{called}, {place}" for called in (_full(variant), name))
     lines = [next((head for head in heads if len(head) <= WIDTH), f"{name}, {place}"), ""]
-    for side in (linear, softmax):
-        lines += _row(side.side, [_full(side)])
+    for side in sides:
+        lines += _row(side.side if side.readout is None else "readout", [_full(side)])
         lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in equations_of(side)])]
         lines.append("")
-    lines += _row("", ["sums over the keys j ≤ t; λ is the scale, 1/√K by default"])
+    lines += _row("", [f"sums over the keys{' j ≤ t' if variant.causal else ''}; λ is the scale, 1/√K by default"])
     lines.append("")
     lines += _row("gate", [f"Gate({', '.join(f'{part}=...' for part in variant.requires)})"])
-    lines += [f"{'':{LABEL}}  {line}" for line in _parts(pair, write)]
+    lines += [f"{'':{LABEL}}  {line}" for line in _parts(variant, write)]
     lines += _row("layer", _layer(variant))
     if variant.prunable:
         lines += _row("pruning", ["acp=True, certified: the decay bounds every weight that is dropped"])
-    sides = (variant, variant.dual)
-    lines += _row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in sides])
-    lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in sides])
+    if variant.readout is not None:
+        lines += _row("pruning", [f"none: {variant.readout.unpruned}"])
+    both = (variant, variant.dual)
+    lines += _row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in both])
+    lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in both])
     if variant.note:
         lines += _row("note", [variant.note])
-    if page := page_of(pair):
+    page = page_of(pair) if variant.readout is None else "derivations/readouts.md" if variant.own else ""
+    if page:
         site = page.replace(".md", ".html")
         lines += _row("derivation", [f"docs/{page}", f"(make docs, then open site/{site})"])
     return write("\n".join(line.rstrip() for line in lines))
@@ -64,10 +69,10 @@ def page_of(pair: Pair) -> str:
     return "derivations/products.md" if pair in PRODUCTS else ""
 
 
-SUBSCRIPTS = str.maketrans("ₜⱼ₊₋₁", "tj+-1")
+SUBSCRIPTS = str.maketrans("ₜⱼₗ₊₋₁", "tjl+-1")
 SYMBOLS = {
-    "ᵀ": "^T", "ℓ": "l", "λ": "lambda", "β": "beta", "θ": "theta", "Σ": "sum", "⋯": "...", "−": "-", "≤": "<=",
-    "∞": "inf", "√": "sqrt ",
+    "ᵀ": "^T", "ℓ": "l", "λ": "lambda", "β": "beta", "θ": "theta", "μ": "mu", "σ": "sigmoid", "φ": "phi", "Σ": "sum",
+    "Π": "prod", "⋯": "...", "−": "-", "≤": "<=", "≥": ">=", "∞": "inf", "√": "sqrt ",
 }  # fmt: skip
 
 
@@ -78,7 +83,7 @@ def in_ascii(text: str) -> str:
         plain = match[0].translate(SUBSCRIPTS)
         return f"_{{{plain}}}" if len(plain) > 1 else f"_{plain}"
 
-    text = re.sub("[ₜⱼ₊₋₁]+", subscript, text)
+    text = re.sub("[ₜⱼₗ₊₋₁]+", subscript, text)
     return "".join(SYMBOLS.get(c, c) for c in text).encode("ascii", "replace").decode()
 
 
@@ -121,6 +126,9 @@ def _general(variant: Variant) -> Sequence[str]:
     pair, decays = variant.pair, "log_decay" in variant.requires
     transition = [f"gₜ = {pair.g}"] if decays and pair.g != "g_t" else []
     transition.append(f"Rₜ = {_in_unicode(pair.R)}")
+    if variant.readout is not None:
+        scores = ["sₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ", *(["dₜⱼ = gⱼ₊₁ + ⋯ + gₜ"] if decays else [])]
+        return [transition[-1], *scores, *variant.readout.equations]
     if variant.side == "linear":
         forget, forgotten = ("exp(gₜ) ", " exp(gⱼ₊₁ + ⋯ + gₜ)") if decays else ("", "")
         unrolled = f" = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ){forgotten} vⱼ"
@@ -129,9 +137,9 @@ def _general(variant: Variant) -> Sequence[str]:
     return [*transition, f"ℓₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ{bias}", "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ"]
 
 
-def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
+def _parts(variant: Variant, write: Callable[[str], str]) -> Iterator[str]:
     """A line per part of the gate, in columns: symbol, name, shape, values."""
-    parts = [(PARTS[name].symbol, name, PARTS[name].shown, PARTS[name].values) for name in pair.requires]
+    parts = [(PARTS[name].symbol, name, PARTS[name].shown, PARTS[name].values) for name in variant.requires]
     rows = [tuple(map(write, row)) for row in parts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if sum(widths) + 6 > WIDTH - LABEL - 2:  # too wide for a column of values: put them right after the shapes

@@ -11,7 +11,8 @@ from attnzoo.algebra.gate import PARTS, factors_in, groups, in_product
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import unknown
 
-Side = Literal["linear", "softmax"]
+NAME = r"\w[\w.-]*"  # of a variant
+Side = Literal["linear", "softmax", "other"]
 
 
 def product_of(parts: Collection[str]) -> str:
@@ -67,6 +68,8 @@ def check_pair(pair: Pair) -> None:
     if not isinstance(pair.requires, tuple):  # a list has no hash
         raise TypeError(f"pair.requires: expected a tuple of names such as ('log_decay',), got {pair.requires!r}")
     check_parts("pair.requires", pair.requires)
+    if read := [part for part in pair.requires if PARTS[part].readout]:
+        raise ValueError(f"pair.requires: expected parts of g_t and R_t, got {read[0]}, which readouts alone read")
     if len(set(pair.requires)) < len(pair.requires):
         raise ValueError(f"pair.requires: expected each part once, got {', '.join(pair.requires)}")
     for side in ("linear", "softmax"):
@@ -87,7 +90,7 @@ def check_pair(pair: Pair) -> None:
     for name in (pair.linear, pair.softmax):
         if not isinstance(name, str):
             raise TypeError(f"pair: expected two names, got {name!r}")
-        if not re.fullmatch(r"\w[\w.-]*", name):
+        if not re.fullmatch(NAME, name):
             raise ValueError(f"pair: expected names of letters, digits and _ (runs' folders have them), got {name!r}")
 
 

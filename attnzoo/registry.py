@@ -20,13 +20,16 @@ from torch import Tensor
 
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import PARTS, GatePart, declare, groups, undeclare
+from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.files import run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
+from attnzoo.forms.weighed import ReadoutForms
 from attnzoo.pair import Pair, Side, check_pair, check_parts
 from attnzoo.parallel.attention import shared
+from attnzoo.readout_variant import READOUT_VARIANTS, ReadoutVariant, check_readout_variant
 
 # fmt: off
 # the pairs whose products the others are
@@ -64,11 +67,13 @@ KNOWN_AS = {  # other names in the literature, and reductions
     "selective_rope": "'rope' with gate='selective', and 'fox_rope' or another of its products by default",
     "kimi_linear": "'kda'",
     "hgrn2": "'gla' with block='hgrn2'",
-    **dict.fromkeys(("rwkv7", "comba", "gated_deltanet2", "gdn2", "log_linear_attention", "nsa", "moba"), OUTSIDE),
+    **dict.fromkeys(("rwkv7", "comba", "gated_deltanet2", "gdn2", "nsa", "moba"), OUTSIDE),
+    "log_linear_attention": "'log_linear_mamba2', or 'log_linear_gated_deltanet'",
 }
 
 _pairs: dict[str, Pair] = {}  # pairs by the name of either side
-_files: dict[Path, tuple[Pair, ...]] = {}  # that have been run
+_others: dict[str, ReadoutVariant] = {}  # variants of other readouts by name
+_files: dict[Path, tuple[str, ...]] = {}  # that have been run, and the variants that they registered
 FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
 _broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
 
@@ -79,11 +84,11 @@ class Variant:
 
     Args:
         name: registry name.
-        side: ``"linear"`` or ``"softmax"``.
+        side: ``"linear"``, ``"softmax"``, or ``"other"`` for another readout of a pair's gate.
         title: name in print.
         paper: source.
         requires: the gate parts it takes, all of them and no others.
-        pair: its row of the table.
+        pair: its row of the table; of another readout, that of its gate.
         forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`. An unknown
             name raises a KeyError that is a ValueError, too, and lists the forms.
         extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
@@ -109,8 +114,8 @@ class Variant:
 
     @property
     def dual(self) -> Variant:
-        """The other side of its pair."""
-        return get(self.pair.softmax if self.side == "linear" else self.pair.linear)
+        """The other side of its pair; of another readout, the softmax side."""
+        return get(self.pair.linear if self.side == "softmax" else self.pair.softmax)
 
     def options(self, form: str = REFERENCE) -> tuple[str, ...]:
         """The keyword options that a form honours; ``"reference"``: those of ``extend``.
@@ -129,13 +134,25 @@ class Variant:
     @property
     def transition(self) -> Transition | None:
         """The transition R_t of its pair's linear forms; None where they have none."""
-        linear = self if self.side == "linear" else self.dual
-        return getattr(linear.form_set, "transition", None)
+        own = self.dual if self.side == "softmax" else self
+        return getattr(own.form_set, "transition", None)
+
+    @property
+    def readout(self) -> Readout | None:
+        """What its forms make of scores and decays; None where that is the linear or the softmax readout."""
+        return getattr(self.form_set, "readout", None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output depends on later tokens."""
+        return self.readout is None or self.readout.causal
 
     @property
     def oracle(self) -> Callable[..., Tensor]:
         """The float64 reference of its forms, ``(q, k, v, gate, *, scale=None) -> [B, T, H, V]``: its side's readout
         over the matrices of :attr:`transition`."""
+        if self.readout is not None:
+            return functools.partial(oracle.weighed, readout=self.readout, transition=self.transition)
         readout = oracle.linear if self.side == "linear" else oracle.softmax
         return functools.partial(cast(Callable[..., Tensor], readout), transition=self.transition)
 
@@ -176,9 +193,42 @@ def register(pair: Pair) -> None:
     """
     check_pair(pair)
     for name in (pair.linear, pair.softmax):
-        if name in _pairs and _pairs[name] != pair:
+        if name in _others or (name in _pairs and _pairs[name] != pair):
             raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
     _pairs[pair.linear] = _pairs[pair.softmax] = pair
+
+
+def register_readout(
+    name: str, readout: Readout, of: str, *, title: str = "", layer: Mapping[str, Any] | None = None
+) -> None:
+    """Add a variant: another readout of the gate of a variant that there is.
+
+    Args:
+        name, readout, of, title, layer: see :class:`~attnzoo.readout_variant.ReadoutVariant`.
+
+    Raises:
+        TypeError: not a :class:`~attnzoo.algebra.readout.Readout`, or a layer that is no mapping.
+        ValueError: a name that is taken or none for a file, an unknown variant, a part that is none of readouts, or a
+            gate that the readout refuses.
+    """
+    _add(ReadoutVariant(name, readout, of, title, {} if layer is None else layer))
+
+
+def _add(one: ReadoutVariant) -> None:
+    check_readout_variant(one, {*_pairs, *_others}, {name: pair.requires for name, pair in _pairs.items()})
+    _others[one.name] = one
+
+
+def unregister_readout(name: str) -> None:
+    """Remove a variant of :func:`register_readout`.
+
+    Raises:
+        ValueError: no such variant.
+    """
+    if name not in _others:
+        raise unknown("variant", name, _others)
+    del _others[name]
+    _get.cache_clear()
 
 
 def register_part(name: str, part: GatePart, factor: Transition | None = None) -> None:
@@ -207,11 +257,12 @@ def unregister_part(name: str) -> None:
     """Take the part that was registered last out again, and its factor.
 
     Raises:
-        ValueError: it is not the last, or a pair requires it.
+        ValueError: it is not the last, or a variant requires it.
     """
     users = [pair.linear for pair in dict.fromkeys(_pairs.values()) if name in pair.requires]
+    users += [one.name for one in _others.values() if name in one.readout.parts]
     if users:
-        raise ValueError(f"name: expected a part that no pair requires, and {', '.join(users)} requires {name!r}")
+        raise ValueError(f"name: expected a part that no variant requires, and {', '.join(users)} requires {name!r}")
     undeclare(name)
     products = importlib.import_module("attnzoo.recurrences.products")
     products.FACTORS[:] = [factor for factor in products.FACTORS if name not in factor.parts]
@@ -243,16 +294,20 @@ def pairs() -> tuple[Pair, ...]:
 
 
 def list_variants(side: Side | None = None) -> tuple[str, ...]:
-    """Names of all variants, in the order of the table.
+    """Names of variants, in the order of the table.
 
     Args:
-        side: ``"linear"`` or ``"softmax"`` for one side alone; None for the linear side, then the softmax side.
+        side: ``"linear"`` or ``"softmax"`` for one side alone, ``"other"`` for the variants of other readouts; None for
+            the pairs: the linear side, then the softmax side.
 
     Raises:
         ValueError: another side.
     """
-    if side not in (None, "linear", "softmax"):
-        raise unknown("side", side, ("linear", "softmax"))
+    if side not in (None, "linear", "softmax", "other"):
+        raise unknown("side", side, ("linear", "softmax", "other"))
+    if side == "other":
+        broken_plugins()
+        return tuple(_others)
     sides: tuple[Side, ...] = ("linear", "softmax") if side is None else (side,)
     return tuple(getattr(pair, s) for s in sides for pair in pairs())
 
@@ -275,12 +330,15 @@ def get(name: str) -> Variant:
 
 @functools.cache
 def _get(name: str) -> Variant:
-    if name not in _pairs:
+    if name not in _pairs and name not in _others:
         broken = "".join(f"; {problem}" for problem in broken_plugins())
-        if name not in _pairs:
+        if name not in _pairs and name not in _others:
             other = KNOWN_AS.get(name.casefold().replace("-", "_"))
             known = f" ({name!r} is {other})" if other else ""
-            raise ValueError(f"{unknown('variant', name, list_variants())}{known}{broken}")
+            every = [*list_variants(), *list_variants("other")]
+            raise ValueError(f"{unknown('variant', name, every)}{known}{broken}")
+    if name in _others:
+        return _read(_others[name])
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
     module = _module(pair, side)
@@ -300,9 +358,38 @@ def _get(name: str) -> Variant:
     )
 
 
+def _read(one: ReadoutVariant) -> Variant:
+    """The variant of another readout."""
+    base = get(one.of)
+    if base.transition is None:
+        raise ValueError(f"variant {one.name!r}: expected a gate with a transition, got that of {one.of!r}")
+    forms, name = ReadoutForms(base.transition, one.readout), one.name
+    requires = (*base.requires, *one.readout.parts)
+    module = ModuleType(f"attnzoo.readouts.{name}", f"Another readout of the gate of {one.of}.")
+    layer = dict(getattr(base.module, "LAYER", {}))
+    gate, own = layer.get("gate", "none"), [PARTS[part].projections for part in one.readout.parts]
+    gates = gate if isinstance(gate, list | tuple) else () if gate == "none" else (gate,)
+    if added := tuple(each[0] for each in own if each):
+        layer["gate"] = (*gates, *added)
+    module.__dict__.update(FORMS=forms, LAYER=layer | dict(one.layer))
+    return Variant(
+        name=name,
+        side="other",
+        title=one.title or name,
+        paper=one.readout.paper,
+        requires=requires,
+        pair=base.pair,
+        forms=MappingProxyType(CheckedForms(name, requires, forms, shared)),
+        extend=checked_extend(name, requires, "other", forms),
+        module=module,
+        form_set=forms,
+        own=_is_own(forms),
+    )
+
+
 def _is_own(forms: FormSet) -> bool:
     transition = getattr(forms, "transition", None)
-    made_of = (forms, *getattr(transition, "factors", (transition,)))
+    made_of = (forms, getattr(forms, "readout", None), *getattr(transition, "factors", (transition,)))
     ours = all(type(one).__module__.startswith("attnzoo.") for one in made_of if one is not None)
     return ours and isinstance(forms, Forms)
 
@@ -375,8 +462,8 @@ def broken_plugins() -> list[str]:
         for point in entry_points(group="attnzoo.variants"):
             try:
                 offered = point.load()
-                for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
-                    register(pair)
+                for one in offered if isinstance(offered, (list, tuple)) else [offered]:
+                    (_add if isinstance(one, ReadoutVariant) else register)(one)
             except (Exception, SystemExit) as error:
                 said = " ".join((str(error) or repr(error)).split())
                 _broken.append(f"entry point {point.name!r} of attnzoo.variants ({point.value}) is broken: {said}")
@@ -402,33 +489,37 @@ def names_of(word: str) -> tuple[str, ...]:
     if found is None:
         return (get(word).name,)
     file, name = found.groups()
-    names = [name for pair in from_file(file) for name in (pair.linear, pair.softmax)]
+    names = from_file(file)
     if name is not None and name not in names:
         raise unknown("variant", name, names, of=file)
-    return tuple(names) if name is None else (name,)
+    return names if name is None else (name,)
 
 
-def from_file(file: str | Path) -> tuple[Pair, ...]:
-    """The pairs that a Python file registers when it is run, which it is once, here and in processes to come.
+def from_file(file: str | Path) -> tuple[str, ...]:
+    """The variants that a Python file registers when it is run, which it is once, here and in processes to come.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it fails or registers no pair.
+        ValueError: it fails or registers none.
     """
     path = Path(file).resolve()
     if path not in _files:
         if not path.is_file():
-            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers a pair, found none")
-        before = pairs()
+            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none")
+        before = {*pairs(), *list_variants("other")}
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # for the modules beside it
         run_file(path, path.stem if importlib.util.find_spec(path.stem) is None else f"attnzoo_{path.stem}")
-        _files[path] = tuple(pair for pair in pairs() if pair not in before)
+        new = [name for pair in pairs() if pair not in before for name in (pair.linear, pair.softmax)]
+        _files[path] = (*new, *(name for name in list_variants("other") if name not in before))
         os.environ[FILES] = os.pathsep.join(dict.fromkeys([*os.environ.get(FILES, "").split(os.pathsep), str(path)]))
     if not _files[path]:
-        raise ValueError(f"{file}: expected a file that registers a pair (attnzoo.register), and it registers none")
+        how = "a pair (attnzoo.register) or a readout (attnzoo.register_readout)"
+        raise ValueError(f"{file}: expected a file that registers {how}, and it registers none")
     return _files[path]
 
 
 for _pair in BUILT_IN:
     register(_pair)
+for _other in READOUT_VARIANTS:
+    _add(_other)

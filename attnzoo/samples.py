@@ -12,6 +12,7 @@ from attnzoo.errors import unknown
 from attnzoo.registry import get
 
 __all__ = ["Regime", "random_gate", "random_inputs"]
+FREE = 5  # length of an axis that only one part has
 
 
 def random_gate(
@@ -53,7 +54,7 @@ def random_gate(
     several = factors is not None
     return Gate(
         **{
-            part: declared.sample(draws, tuple(sizes[axis] for axis in _shape(declared, several).split(", ")))
+            part: declared.sample(draws, tuple(sizes.get(axis, FREE) for axis in _shape(declared, several).split(", ")))
             for part, declared in PARTS.items()
             if part in requires
         }

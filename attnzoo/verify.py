@@ -79,7 +79,7 @@ def checks(names: Sequence[str], where: Where) -> list[Callable[[], Trial]]:
     if isinstance(names, str):
         raise TypeError(f"names: expected a sequence of names such as ['fox'], got {names!r}")
     found: list[Callable[[], Trial]] = []
-    for name in [get(name).name for name in names] or list_variants():
+    for name in [get(name).name for name in names] or [*list_variants(), *list_variants("other")]:
         try:
             variant = get(name)
         except (UnavailableError, TypeError) as error:  # a plugin's: the others are checked all the same

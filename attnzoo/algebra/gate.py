@@ -36,6 +36,8 @@ class GateParts:
     angle: Tensor | None = None
     w: Tensor | None = None
     beta: Tensor | None = None
+    levels: Tensor | None = None
+    log_decay_back: Tensor | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -69,6 +71,8 @@ class Gate(GateParts):
             ``[B, T, H, K/2]``.
         w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``, or of n: ``[B, T, G, n, K]``.
         beta: its strength in [0, 2], ``[B, T, G]`` or ``[B, T, G, n]``, as w.
+        levels: weights >= 0 of L levels of the past, ``[B, T, H, L]``, which a readout reads (log-linear attention).
+        log_decay_back: the log decay towards later tokens, as log_decay, ``[B, T, H]``, of readouts that see those.
     """
 
     @property
@@ -163,8 +167,8 @@ class GatePart:
     Args:
         symbol: in equations.
         shapes: accepted shapes by the names of their axes (``H or 1``: either), the whole part first; a part of one
-            axis holds for every token. A part that may have several factors per token has two shapes, the second with
-            their axis n.
+            axis holds for every token, and an axis of another name may have any length. A part that may have several
+            factors per token has two shapes, the second with their axis n.
         values: what the entries are, in words.
         refuse: a function of the part and its gate that says what is wrong with the part's values, or "".
         sample: a function of random draws and a shape that returns a random part.
@@ -180,6 +184,7 @@ class GatePart:
         decays: whether the part is a natural log of the fraction that a token leaves.
         expands: whether its factor may make a vector longer: then no certificate holds.
         rounded: whether the part may come in the dtype of q; others must be float32 or float64.
+        readout: whether readouts alone read the part, so that it is in no pair.
         projections: the layer's default gate projections for this part, names or classes, on the linear and on the
             softmax side.
     """
@@ -200,6 +205,7 @@ class GatePart:
     decays: bool = False
     expands: bool = False
     rounded: bool = False
+    readout: bool = False
     projections: tuple[Any, Any] | None = None
     ndim: int = field(init=False)  # axes of the whole part
     factored: bool = field(init=False)  # whether the part may have a factor axis n
@@ -238,6 +244,10 @@ def _refuse_beta(x: Tensor, gate: GateParts) -> str:
     if bool(((x >= 0) & (x <= 2)).all()):
         return ""
     return f"expected values in [0, 2], got {x.min().item():.6g} to {x.max().item():.6g}"
+
+
+def _refuse_levels(x: Tensor, gate: GateParts) -> str:
+    return "" if bool(((x >= 0) & x.isfinite()).all()) else f"expected finite weights of 0 or more, got {x.min():.6g}"
 
 
 def _refuse_w(x: Tensor, gate: GateParts) -> str:
@@ -318,14 +328,22 @@ PARTS: dict[str, GatePart] = {
     "beta": GatePart(
         "βₜ", ("B, T, G", "B, T, G, n"), "in [0, 2]", _refuse_beta, _sample_beta, tex=r"\beta", of="w", rounded=True,
     ),
+    "levels": GatePart(
+        "μₜ", ("B, T, H, L",), "weights ≥ 0", _refuse_levels, lambda draws, shape: 2 * draws.uniform(shape),
+        tex=r"\mu", neutral=1.0, readout=True, projections=("levels", "levels"),
+    ),
+    "log_decay_back": GatePart(
+        "hₜ", ("B, T, H",), "natural log ≤ 0 (−1e4 closes)", _refuse_logs, _sample_logs, tex="h", readout=True,
+        projections=("forget_back", "forget_back"),
+    ),
 }  # fmt: skip
 
 
 def groups(parts: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
     """The sets of ``parts`` (None: all) that belong together: each factor's part with those that only modify it (w with
-    beta)."""
+    beta). What readouts alone read is in none."""
     chosen = [name for name in PARTS if parts is None or name in parts]
-    own = [name for name in chosen if not PARTS[name].of]
+    own = [name for name in chosen if not PARTS[name].of and not PARTS[name].readout]
     return tuple((name, *(other for other in chosen if PARTS[other].of == name)) for name in own)
 
 

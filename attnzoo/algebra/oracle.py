@@ -1,4 +1,4 @@
-"""The float64 oracle: recurrence, scores and both readouts written out as explicit products.
+"""The float64 oracle: recurrence, scores and readouts written out as explicit products.
 
 Nothing here is fast. Every form of every variant is tested against these functions, and ``attnzoo verify`` runs them.
 They multiply the matrices that a ``transition`` says (:meth:`~attnzoo.algebra.transitions.Transition.matrix`), or, with
@@ -13,6 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.readout import Readout, Scores
 from attnzoo.algebra.transitions import HeadGate, Transition
 
 
@@ -95,6 +96,29 @@ def softmax(
     weights, v = logits.softmax(-1)[..., :T], expand_heads(v.double(), q.shape[2])
     o = einsum(weights, v, "b h t j, b j h v -> b t h v")
     return (o, rearrange(logits.logsumexp(-1), "b h t -> b t h")) if return_lse else o
+
+
+def weighed(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, readout: Readout, scale: float | None = None,
+    write: Tensor | None = None, delta_rule: bool = False, transition: Transition | None = None,
+) -> Tensor:  # fmt: skip
+    """The ``output`` of a readout's weights p, ``o_t = sum_j p_tj write_j v_j``; the other arguments are those of
+    :func:`linear`."""
+    T, H = q.shape[1:3]
+    scale = default_scale(q) if scale is None else scale
+    q, k = readout.features(q.double(), k.double())
+    s, d = scores(q, k, gate, scale=scale, transition=transition)
+    if not readout.causal:
+        s = einsum(expand_heads(k, H), q * scale, "b j h k, b t h k -> b h t j")
+        h = Gate(log_decay=gate.log_decay_back).decay(q).transpose(1, 2)  # [B, H, T]
+        rows = [torch.cat([d[:, :, t, : t + 1], h[..., t : T - 1].cumsum(-1)], -1) for t in range(T)]
+        d = torch.stack(rows, 2)
+    s = s.masked_fill(d == -torch.inf, 0.0)
+    local = HeadGate.of(gate, q)
+    p = readout.weights(Scores(s, d, torch.arange(T, device=q.device)[None], local))
+    write, v = gate.beta if delta_rule else write, expand_heads(v.double(), H)
+    v = v if write is None else v * expand_heads(write.double(), H)[..., None]
+    return rearrange(readout.output(p, rearrange(v, "b j h v -> b h j v")), "b h t v -> b t h v")
 
 
 def recurrence(

@@ -157,12 +157,14 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
 
 
 def _sizes(shape: str, sizes: Mapping[str, int], x: Tensor) -> tuple[int, ...]:
-    """The expected size of each named axis; an axis that may also be 1 is 1 where it is 1 in ``x``."""
+    """The expected size of each named axis; an axis that may also be 1 is 1 where it is 1 in ``x``, and one of another
+    name is as long as it is."""
     expected = []
     for number, axis in enumerate(shape.split(", ")):
         name, _, other = axis.partition(" or ")
         one = other == "1" and x.ndim > number and x.shape[number] == 1
-        expected.append(1 if one else sizes[name])
+        free = x.shape[number] if x.ndim > number else 0
+        expected.append(1 if one else sizes.get(name, free))
     return tuple(expected)
 
 

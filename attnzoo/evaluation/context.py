@@ -53,7 +53,7 @@ def measure_context(model: nn.Module, tokens: Tensor, eps: float = 0.01) -> Effe
     prune = Prune(eps)
 
     def measure(layer: Attention, core: Projected) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-        if layer.variant.side == "linear":
+        if layer.variant.side != "softmax":
             return None
         exact = replace(core, q=core.q.double(), k=core.k.double(), gate=core.gate.map(Tensor.double))
         lse = _row_sums(layer, exact, layer.config.window)

@@ -93,7 +93,10 @@ def kind_of(variants: Sequence[str]) -> tuple[str, int, str]:
         side = "softmax" if any(registry.get(name).side == "softmax" for name in variants) else "linear"
         return side, len(registry.pairs()) + 1, ""
     found = registry.get(variants[0])
-    return found.side, registry.pairs().index(found.pair) + 1, found.dual.name
+    side = found.side
+    if found.readout is not None:  # drawn as the side whose memory it has
+        side = "linear" if found.readout.stateful else "softmax"
+    return side, registry.pairs().index(found.pair) + 1, found.dual.name
 
 
 def looks(series: Sequence[tuple[str, int, str]]) -> dict[str, Look]:

@@ -33,6 +33,22 @@ CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU computes at a time, so that its caches hold them
 
 
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions
+) -> tuple[Tensor, Tensor, Tensor, Gate, torch.dtype, float]:
+    """The inputs after ``valid``, ``write`` and other options, the dtype of the output, and the scale."""
+    dtype = v.dtype
+    write = gate.beta if options.delta_rule else options.write
+    if options.valid is not None:
+        q, k, v = existing(options.valid, q, k, v)
+        write = None if write is None else existing(options.valid, write)[0]
+    if write is not None:
+        v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
+    if options.valid is not None or options.cu_seqlens is not None:
+        gate = separated(gate, q, options.valid, options.cu_seqlens)
+    return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
+
+
 @dataclass(frozen=True)
 class LinearForms(Forms):
     r"""The forms of ``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one transition.
@@ -56,11 +72,11 @@ class LinearForms(Forms):
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """The output token by token: O(T K V) operations, sequential in time."""
-        return self._recur(*self._ready(q, k, v, gate, self._checked(q, k, v, gate, options)), None)[0]
+        return self._recur(*prepared(q, k, v, gate, self._checked(q, k, v, gate, options)), None)[0]
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """The output ``(scores * exp(d)) v`` with one T x T matrix per head."""
-        ready = self._ready(q, k, v, gate, self._checked(q, k, v, gate, options))
+        ready = prepared(q, k, v, gate, self._checked(q, k, v, gate, options))
         return self._blockwise(*ready, None, size=q.shape[1])[0]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
@@ -81,13 +97,13 @@ class LinearForms(Forms):
             return cast(Tensor, super().whole(form, q, k, v, gate, options))
         if options.cu_seqlens is not None and readable(options.cu_seqlens):
             return cast(Tensor, in_rows(partial(self.whole, form), q, k, v, gate, options))
-        return self._chunked(*self._ready(q, k, v, gate, options), None)[0]
+        return self._chunked(*prepared(q, k, v, gate, options), None)[0]
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, options: LinearOptions
     ) -> tuple[Tensor, RecurrentState]:
         past, seen = (None, 0) if state is None else (state.matrix, len(state))
-        ready = self._ready(q, k, v, gate, options)
+        ready = prepared(q, k, v, gate, options)
         o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past, keeps_state=True)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
@@ -96,21 +112,6 @@ class LinearForms(Forms):
     ) -> MatrixMemory:
         """An in-place memory for states like ``state``; see ``SoftmaxForms.in_place``."""
         return MatrixMemory.like(state, rows, device)
-
-    def _ready(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions
-    ) -> tuple[Tensor, Tensor, Tensor, Gate, torch.dtype, float]:
-        """The inputs after ``valid``, ``write`` and other options, the dtype of the output, and the scale."""
-        dtype = v.dtype
-        write = gate.beta if options.delta_rule else options.write
-        if options.valid is not None:
-            q, k, v = existing(options.valid, q, k, v)
-            write = None if write is None else existing(options.valid, write)[0]
-        if write is not None:
-            v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
-        if options.valid is not None or options.cu_seqlens is not None:
-            gate = separated(gate, q, options.valid, options.cu_seqlens)
-        return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
     def _heads_first(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, HeadGate]:
         """The inputs with heads before time, and a copy for each query head."""

@@ -86,11 +86,7 @@ def block_logits(
     """
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
-    if P:
-        inside = block_decay(log_decay[..., P:])
-        bias = torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
-    else:
-        bias = decay_between(log_decay)
+    bias = decays_over(log_decay, P) if P else decay_between(log_decay)
     logits = logits_of(scores, given, bias).clamp(min=least)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], least)
@@ -102,6 +98,13 @@ def block_logits(
     logits = logits.masked_fill(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # smaller exponentials would be denormals, which are slow
     return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
+
+
+def decays_over(log_decay: Tensor, P: int) -> Tensor:
+    """The log-decays from all S tokens to those after the first P, ``[B, H, S - P, S]``, of gates ``[B, H, S]``; 0 from
+    later tokens."""
+    inside = block_decay(log_decay[..., P:])
+    return torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
 
 
 def near_lse(

@@ -75,7 +75,7 @@ class Attention(PreciseModule):
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.keep_carries = keep_carries
         self.scale, self.core_options = config.scale, config.core_options(variant.side)
-        self.keys_per_token = keys_per_token(config, classes, gate_options or {})  # and values
+        self.keys_per_token = keys_per_token(variant, config, classes, gate_options or {})  # and values
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
         q_heads, k_heads = config.query_heads, config.key_heads
         self.q_proj = nn.Linear(D, q_heads * K, bias=config.qkv_bias)

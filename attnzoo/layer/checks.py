@@ -53,6 +53,8 @@ def _check_parts(
             why = "makes vectors longer, so nothing bounds what a key may weigh later"
         if variant.side == "linear":
             why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
+        if variant.readout is not None:
+            why = f"is not pruned: {variant.readout.unpruned}"
         raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
     provided = {part for cls in classes for part in cls.provides}
     if provided != set(variant.requires):
@@ -73,8 +75,9 @@ def _check_parts(
         raise ValueError(f"{name}: expected {kept!r} ({why}), got {getattr(config, name)!r}")
     for name in OF_SOFTMAX:
         given, none = getattr(config, name), PLAIN[name]
-        if given != none and variant.side == "linear":
+        if given != none and variant.side != "softmax":
             why = f"{variant.name!r} sums past tokens in one state, without a softmax"
+            why = why if variant.readout is None else f"{variant.name!r} has a readout of its own, no softmax"
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
 
 
@@ -87,6 +90,9 @@ def _check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, prune
     """
     if not isinstance(forgetting, Forgetting):
         raise TypeError(f"forgetting: expected attnzoo.Forgetting(...) or None, got {forgetting!r}")
+    if variant.readout is not None:
+        why = f"{variant.name!r} has a readout of its own, and what is forgotten is learnt for a softmax"
+        raise ValueError(f"forgetting: {why} (as {variant.dual.name!r} has)")
     if variant.side == "linear":
         why = f"{variant.name!r} is the linear side: its state is a sum, from which no key can be dropped"
         raise ValueError(f"forgetting: {why} (its dual {variant.dual.name!r} can forget)")
@@ -120,7 +126,9 @@ def _keeps(variant: Variant) -> bool:
     return "triton" in forms.forms and "keep_carries" in forms.options("triton") and "log_diag" not in variant.requires
 
 
-def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
+def keys_per_token(
+    variant: Variant, config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]
+) -> int:
     """The number n of keys and values per token and head: as many as its transition has factors.
 
     Raises:
@@ -129,6 +137,8 @@ def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjectio
     number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
     if not KINDS["int"][1](number):  # the gate projection raises
         return 1
+    if number > 1 and variant.readout is not None:
+        raise ValueError(f"num_householder: expected 1 ({variant.name!r} reads one key per token), got {number}")
     if number > 1 and (config.skip or sum(cls.writes for cls in classes) > 1):
         what = "skip" if config.skip else f"a second write strength in gate={config.gate!r}"
         raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
@@ -148,6 +158,8 @@ def check_cache(
         ValueError: see there.
     """
     settings = None if evict is None else Evict.of(evict)
+    if not variant.causal:
+        raise ValueError(f"cache: expected none for {variant.name!r}, whose outputs change with later tokens")
     if forgetting is None and budget is not None:
         raise ValueError(f"budget: expected None (no forget network says what goes first), got {budget!r}")
     parse_budget(budget)
@@ -161,6 +173,8 @@ def check_cache(
         why = f"{variant.name!r} needs all its keys: {lacks} (it serves {able} and windows)"
         if variant.side == "linear":
             why = f"{variant.name!r} is the linear side, whose state does not grow"
+        if variant.readout is not None:
+            why = f"no key of {variant.name!r} is given up: {variant.readout.unpruned}"
         raise ValueError(f"evict: {why}")
     bounded = config.qk_norm != "none" or config.softcap is not None or config.window is not None
     if settings is not None and not bounded and not settings.offload:

@@ -81,7 +81,7 @@ def missed(variant: Variant, call: Call) -> str:
 def _nearest(name: str) -> str:
     """The variants of the same side that have a kernel and share the most gate parts with this one, in words."""
     able: dict[int, list[str]] = {}
-    for near in map(get, (getattr(pair, get(name).side) for pair in BUILT_IN)):
+    for near in map(get, (getattr(pair, get(name).side, name) for pair in BUILT_IN)):
         if set(near.requires) <= set(get(name).requires) and _made(near.form_set, brief=False):
             able.setdefault(len(near.requires), []).append(near.name)
     return f" (there is for {' and for '.join(able[max(able)])})" if able else ""

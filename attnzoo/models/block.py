@@ -56,6 +56,9 @@ class DecoderBlock(nn.Module):
         self.attention_norm = build_norm(config)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
         self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
+        if not self.attention.variant.causal:
+            why = "the model predicts the next token"
+            raise ValueError(f"attention: expected causal variants ({why}), got {layer.name!r}")
         wide = config.mlp_size > 0
         self.mlp_norm = build_norm(config) if wide else None
         self.mlp = MLP(config) if wide else None

@@ -124,6 +124,8 @@ def _matrices(case: Case) -> Errors:
 
 
 def _is_its_own(variant: Variant) -> str:
+    if variant.readout is not None:
+        return f"its transition is that of {variant.dual.name}"
     transition = variant.transition
     if transition is None:
         return "its forms name no transition"
@@ -231,10 +233,16 @@ def _packing(case: Case) -> Errors:
     return errors
 
 
+def _sees_later(variant: Variant) -> str:
+    return "" if variant.causal else "its rows see later tokens"
+
+
 def _without(option: str, *forms: str) -> Callable[[Variant], str]:
     """A function of a variant: the reason why a law does not apply where no form (of those named) takes the option."""
 
     def refuses(variant: Variant) -> str:
+        if REFERENCE in forms and _sees_later(variant):
+            return _sees_later(variant)
         asked = forms or tuple(reference_forms(variant))
         return "" if any(option in variant.options(form) for form in asked) else f"no form takes {option}"
 
@@ -244,9 +252,9 @@ def _without(option: str, *forms: str) -> Callable[[Variant], str]:
 def _neutral(case: Case) -> Errors:
     q, k, v, gate = case.inputs()
     still = gate.neutral_where(torch.ones(q.shape[:2], dtype=torch.bool))
-    readout = oracle.linear if case.variant.side == "linear" else oracle.softmax
-    expected = readout(q, k, v, Gate(), scale=case.scale)
-    assert isinstance(expected, Tensor)
+    kept = {part: getattr(still, part) for part in still.parts if PARTS[part].readout}
+    truth: Any = case.variant.oracle  # a partial: without the transition nothing is multiplied
+    expected = truth.func(q, k, v, Gate(**kept), **{**truth.keywords, "transition": None}, scale=case.scale)
     with case.blocks():
         return {name: {"o": relative_error(form(q, k, v, still), expected)} for name, form in _forms(case).items()}
 
@@ -265,6 +273,8 @@ def _pruning(case: Case) -> Errors:
 
 
 def _unpruned(variant: Variant) -> str:
+    if variant.readout is not None:
+        return variant.readout.unpruned
     if variant.side == "linear":
         return "a state has no keys to prune"
     if variant.expands:
@@ -284,6 +294,8 @@ def _layer(case: Case) -> Errors:
 
 
 def _unprojected(variant: Variant) -> str:
+    if not variant.causal:
+        return _sees_later(variant)
     needs = variant.requires and not getattr(variant.module, "LAYER", {}).get("gate")
     return "its layer names no gate projection: build_attention takes gate=..." if needs else ""
 
@@ -292,11 +304,12 @@ LAWS: dict[str, Law] = {
     "oracle": Law("Every form equals the float64 oracle, in values and gradients.", _equals_oracle),
     "matrices": Law("What the transition says is the product of its parts' factors.", _matrices, refuses=_is_its_own),
     "segments": Law(
-        "Pieces and steps, continued through the state, equal the whole.", _segments, draws={"cuts": True}
+        "Pieces and steps, continued through the state, equal the whole.", _segments,
+        refuses=_sees_later, draws={"cuts": True},
     ),
     "causality": Law(
         "No later token changes an output or gets a gradient from it.", _causality, EXACT,
-        draws={"min_t": 2, "max_t": 24, "cuts": True},
+        refuses=_sees_later, draws={"min_t": 2, "max_t": 24, "cuts": True},
     ),
     "rows": Law("The rows of a batch do not meet.", _rows, EXACT, draws={"max_t": 24}),
     "heads": Law("Grouped key heads equal as many repeated ones.", _heads, draws={"max_t": 24}),

@@ -21,7 +21,7 @@ B, T, H, G, K = 2, 5, 4, 2, 6
 
 
 def everything() -> tuple[torch.Tensor, Gate]:
-    """q and a gate with all five parts."""
+    """q and a gate with all parts."""
     q = torch.randn(B, T, H, K, dtype=torch.float64)
     return q, Gate(
         log_decay=-torch.rand(B, T, H, dtype=torch.float64),
@@ -29,6 +29,8 @@ def everything() -> tuple[torch.Tensor, Gate]:
         angle=torch.randn(B, T, H, K // 2, dtype=torch.float64),
         w=F.normalize(torch.randn(B, T, G, K, dtype=torch.float64), dim=-1),
         beta=2 * torch.rand(B, T, G, dtype=torch.float64),
+        levels=torch.rand(B, T, H, 3, dtype=torch.float64),
+        log_decay_back=-torch.rand(B, T, H, dtype=torch.float64),
     )
 
 

@@ -127,8 +127,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(registry, "_files", {})
     (file := tmp_path / "wrapped_pair.py").write_text(MINE)
     yield file
-    for pair in sum(registry._files.values(), ()):
-        registry.unregister(pair)
+    for name in sum(registry._files.values(), ()):
+        if name in registry.list_variants("other"):
+            registry.unregister_readout(name)
+        elif name in registry.list_variants("linear"):
+            registry.unregister(registry.get(name).pair)
     sys.modules.pop("wrapped_pair", None)
 
 
@@ -141,7 +144,7 @@ def test_a_file_is_listed_shown_and_verified_as_what_is_installed(run: Any, mine
     assert "wrapped_path" not in ran.out
     for words in (("verify", f"{mine}:wraped"), ("show", f"{mine}:wraped")):
         assert "expected one of wrapped, wrapped_path; did you mean 'wrapped'?" in run(*words).err
-    assert "expected a Python file that registers a pair, found none" in run("verify", "missing.py").err
+    assert "expected a Python file that registers variants, found none" in run("verify", "missing.py").err
     (mine.parent / "empty.py").write_text("x = 1\n")
     assert "it registers none" in run("verify", str(mine.parent / "empty.py")).err
 
@@ -158,6 +161,39 @@ def test_a_model_of_a_file_is_trained_by_one_word(run: Any, mine: Path, tmp_path
     assert "attention: wrapped\n" in (tmp_path / "run" / "config.yaml").read_text()
     ran = run("train", "tiny", f"model.attention={mine}")
     assert "expected FILE.py:NAME with one of wrapped, wrapped_path" in ran.err
+
+
+READOUT = """
+from attnzoo import Readout, register_readout
+
+
+class Sigmoid(Readout):
+    equations = ("oₜ = Σⱼ σ(sₜⱼ + dₜⱼ) vⱼ",)
+
+    def weights(self, scores):
+        return (scores.s + scores.d).sigmoid()
+
+
+register_readout("sigmoid_fox", Sigmoid(), "fox")
+"""
+
+
+def test_a_readout_of_a_file_is_listed_shown_verified_and_trained_by_one_word(
+    run: Any, mine: Path, tmp_path: Path
+) -> None:
+    mine.write_text(READOUT)
+    assert "sigmoid_fox (the gate of fox)" in run("list", str(mine)).out
+    assert "oₜ  = Σⱼ σ(sₜⱼ + dₜⱼ) vⱼ" in run("show", str(mine)).out
+    ran = run("verify", str(mine), "--examples", "1", "--shape", "1,2,3,4")
+    assert ran.code == 0
+    assert "9 ok, 0 failed, 2 not run" in ran.out
+    (tmp_path / "text.txt").write_text("one word and another, " * 200)
+    data = ["data.context_length=16", f"data.source={tmp_path / 'text.txt'}", "batch_size=2"]
+    sizes = ["model.hidden_size=16", "model.num_heads=2", "model.num_layers=1"]
+    steps = ["steps=1", "optimizer.warmup_steps=0", "eval_every=0", "tensorboard=false"]
+    ran = run("train", "tiny", *data, *sizes, *steps, f"output_dir={tmp_path / 'run'}", f"model.attention={mine}")
+    assert ran.code == 0, ran.err
+    assert "attention: sigmoid_fox\n" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

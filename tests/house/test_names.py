@@ -63,7 +63,7 @@ def test_every_other_name_is_that_of_no_pair_and_leads_to_one() -> None:
 
 def test_unknown_side_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="unknown side 'sotfmax': expected one of linear, softmax; did you mean 'softmax'"
+        ValueError, match="unknown side 'sotfmax': expected one of linear, softmax, other; did you mean 'softmax'"
     ):
         list_variants("sotfmax")  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ def test_verify_draws_other_inputs_with_another_seed() -> None:
 def test_verify_checks_every_law_and_kernel_of_every_variant_by_default() -> None:
     checks = verification.checks((), Where())
     kernels = [form for name in list_variants() for form in ("fla", "triton") if form in get(name).forms]
-    assert len(checks) == len(LAWS) * len(list_variants()) + len(kernels)
+    assert len(checks) == len(LAWS) * len([*list_variants(), *list_variants("other")]) + len(kernels)
 
 
 def test_one_name_in_place_of_several_is_refused() -> None:

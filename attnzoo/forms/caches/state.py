@@ -340,6 +340,11 @@ def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor, gate:
             other gates has left.
     """
     (B, _, H, K), G, V = q.shape, k.shape[2], v.shape[3]
+    if side == "other":  # the class is known to the forms alone, and the sizes to the readout
+        rows = getattr(state, "matrix", getattr(state, "k", None))
+        if rows is not None and rows.shape[0] != B:
+            raise ValueError(f"state: expected one of {B} rows, as q has, got {rows.shape[0]}")
+        return
     wanted, other = (RecurrentState, KVCache) if side == "linear" else (KVCache, RecurrentState)
     if isinstance(state, (Tensor, other)):
         raise TypeError(f"state: expected attnzoo.{wanted.__name__}, got {type(state).__name__}")

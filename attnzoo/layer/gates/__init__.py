@@ -25,6 +25,7 @@ from attnzoo.layer.gates.decay import (
 )
 from attnzoo.layer.gates.hgrn2 import BoundedForgetGate
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
+from attnzoo.layer.gates.readouts import BackwardForgetGate, LevelWeights
 from attnzoo.layer.stream import Stream
 
 __all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_gate", "gate_classes", "gate_options"]
@@ -79,6 +80,8 @@ GATES: dict[str, type[GateProjection]] = {
     "mamba3": Mamba3Decay,
     "delta": DeltaRule,
     "path": PathTransition,
+    "levels": LevelWeights,
+    "forget_back": BackwardForgetGate,
 }
 
 GateName = str | type[GateProjection]
