@@ -11,7 +11,7 @@ from attnzoo.algebra.gate import PARTS, Gate
 
 
 def sub_tokens(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Gate]:
-    r"""The inputs with The inputs with The inputs with n sub-tokens for every token, which the delta rule takes as T n
+    r"""The inputs with n sub-tokens for every token, which the delta rule takes as T n
     tokens of one factor each.
 
     .. math:: S_t = e^{g_t} S_{t-1} H_{t1} \cdots H_{tn} + \sum_f \beta_{tf} v_{tf} k_{tf}^\top H_{t,f+1} \cdots H_{tn},

@@ -27,6 +27,14 @@ def layer(name: str, **options: Any) -> Any:
         ("rope", {"gate": "selective", "num_kv_heads": 2}, 4, 8, {"angle": (3, 16), "phase": (4, 4)}),
         ("fox", {"block": "pro"}, 4, 8 + 3, {"k_shift": (1, 32), "v_shift": (1, 32), "sums": (4,)}),
         ("fox_rope", {"gate": ["rotary", "forget"]}, 4, 8 + 3, {"sums": (4,)}),
+        ("mamba2", {"conv_size": 0}, 0, 0, {"matrix": (4, 128, 16)}),
+        (
+            "gated_deltanet",
+            {"num_qk_heads": 2, "head_dim": 16, "value_dim": 24, "conv_size": 4},
+            0,
+            0,
+            {"q": (3, 32), "k": (3, 32), "v": (3, 96), "matrix": (4, 16, 24)},
+        ),
     ],
 )
 def test_keys_and_state_of_a_layer(name: str, options: Any, kv_heads: int, key_dim: int, slots: Any) -> None:

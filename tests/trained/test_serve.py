@@ -1,6 +1,7 @@
 """`attnzoo serve` by our own engine: texts are the model's, bad requests name their field, nothing is left behind."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from attnzoo.models import Generator
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.generation.sampling import Sampling
 from attnzoo.trained.continuation import load_text_model
+from attnzoo.trained.serving import server
 from attnzoo.trained.serving.chat import chat_template
 from attnzoo.trained.serving.server import Serving, exported, listen
 from attnzoo.trained.serving.worker import WantedText, Worker
@@ -75,7 +77,7 @@ def loaded(run):
 
 
 @pytest.fixture(scope="module")
-def server(run, loaded):
+def served(run, loaded):
     """A server of two rows in a thread of this process; ends with its module, and nothing draws any more then."""
     serving = Serving(run, max_sequences=2, max_tokens=256, device="cpu")
     with listen("127.0.0.1", 0) as listening:
@@ -92,15 +94,15 @@ def server(run, loaded):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    while not server.started:
+def client(served):
+    while not served.started:
         time.sleep(0.01)
-    return Client(server.servers[0].sockets[0].getsockname()[1])
+    return Client(served.servers[0].sockets[0].getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def generator(server):
-    return server.config.app.state.worker.generator
+def generator(served):
+    return served.config.app.state.worker.generator
 
 
 def greedy(loaded, prompt, number):
@@ -319,6 +321,18 @@ def test_a_port_in_use_and_an_engine_that_is_not_there_are_one_line(run):
         listen("192.0.2.1", 0)
     with pytest.raises(UnavailableError, match="--engine vllm: vLLM has no --evict"):
         list(Serving(run, "vllm", port=0, evict=1e-4).run())
+
+
+def test_vllm_is_told_of_the_folder_the_dtype_as_stored_and_the_limits(run, monkeypatch):
+    asked, real = [], importlib.util.find_spec
+    monkeypatch.setattr(server, "run_until_signal", asked.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: real("sys" if name == "vllm" else name, *of))
+    lines = list(Serving(run, port=0, max_tokens=64).run())
+    assert lines[0].startswith("vLLM serves fox. ")
+    assert lines[1].startswith("curl http://127.0.0.1:")
+    (words,) = asked
+    told = {f"--model={exported(run)}", "--dtype=float32", "--served-model-name=fox", "--max-model-len=64"}
+    assert told <= {*words}
 
 
 def test_a_model_that_vllm_cannot_serve_is_refused_with_the_reason(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.request import Request
 
 PIECE = 512  # tokens
+Digest = bytes
 
 
 @dataclass(eq=False)
@@ -50,7 +52,7 @@ class Prefill:
     budget: Any
     piece: int = PIECE
     limit: int = 0
-    kept: OrderedDict[bytes, Reading] = field(default_factory=OrderedDict)
+    kept: OrderedDict[Digest, Reading] = field(default_factory=OrderedDict)
     _weights: int = 0
 
     def whole(self) -> str:
@@ -68,17 +70,17 @@ class Prefill:
         """Read a piece of the prompt, of so many tokens."""
         start = cast(Tensor, request.start)
         if request.reading is None:
-            request.reading = self._found(start)
+            request.reading = self._found(request.prompt)
             request.found = request.reading.tokens
         reading = request.reading
         piece = start[reading.tokens :][: None if self.whole() else self.piece]
         reading.last = self.model.hidden(piece[None], cache=reading.cache)[:, -1]
         reading.tokens += len(piece)
         if self.limit:
-            self._keep(start, reading)
+            self._keep(request.prompt, reading)
         return len(piece)
 
-    def _found(self, prompt: Tensor) -> Reading:
+    def _found(self, prompt: list[int]) -> Reading:
         """The state after the longest beginning of a prompt that is kept, at least one token before its end."""
         weights = sum(0 if weight.is_inference() else weight._version for weight in self.model.parameters())
         if weights != self._weights:  # they have changed in place
@@ -91,7 +93,7 @@ class Prefill:
                 return _copy(self.kept[name])
         return Reading(self.model.new_cache(self.evict, self.budget))
 
-    def _keep(self, prompt: Tensor, reading: Reading) -> None:
+    def _keep(self, prompt: list[int], reading: Reading) -> None:
         name = _digest(prompt[: reading.tokens])
         self.kept[name] = _copy(reading)
         self.kept.move_to_end(name)
@@ -104,8 +106,8 @@ class Prefill:
         return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
 
 
-def _digest(tokens: Tensor) -> bytes:
-    return hashlib.sha256(tokens.cpu().numpy().tobytes()).digest()
+def _digest(tokens: list[int]) -> Digest:
+    return hashlib.sha256(array("q", tokens)).digest()
 
 
 def _copy(reading: Reading) -> Reading:

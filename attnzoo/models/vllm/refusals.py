@@ -8,6 +8,7 @@ import torch
 
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.backends.sdpa import PARTS
+from attnzoo.forms.linear import LinearForms
 from attnzoo.layer.attention import Attention
 
 
@@ -18,7 +19,8 @@ def refusal(layer: Attention, dtype: torch.dtype) -> str:
     if layer.forget is not None:
         return "One-Pass Forgetting evicts keys of single heads, and vLLM's pages hold all heads of a token"
     if variant.side == "linear":
-        return "a linear recurrence is not served yet"
+        own = not isinstance(variant.form_set, LinearForms)
+        return "its forms are its own, and what they remember is not known" if own else ""
     changing = [part for part in variant.requires if part not in PARTS]
     if changing:
         return f"later tokens change its cached keys ({', '.join(changing)}), and vLLM's pages hold keys as they came"

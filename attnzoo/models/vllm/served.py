@@ -17,6 +17,7 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.backends.sdpa import CLOSED_AS, lengthened
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.attention import Attention
+from attnzoo.models.vllm.linear import recur
 from attnzoo.models.vllm.storage import PHASE, SUMS, Storage
 from attnzoo.models.vllm.stream import ServedStream
 from attnzoo.recurrences.complex_linear import rotate_all
@@ -70,7 +71,7 @@ class ServedLayer(nn.Module):
         super().__init__()
         config, settings = layer.config, vllm_config.model_config.hf_config
         self.scale = config.key_dim**-0.5 if layer.scale is None else layer.scale
-        self.channels = settings.gate_channels
+        self.channels, self.impl = settings.gate_channels, layer.impl
         self.states = States(storage, settings.state_bytes, vllm_config, f"{prefix}.state") if storage.slots else None
         self.paged: PagedAttention | None = None
         if storage.kv_heads:
@@ -82,7 +83,10 @@ class ServedLayer(nn.Module):
             )  # fmt: skip
 
     def core(self, stream: ServedStream, variant: Variant, form: str, call: Call, keys_per_token: int) -> Tensor:
-        """The output ``[1, N, H, V]`` of vLLM's attention, whose keys are rotated and hold the gates' sums."""
+        """The output ``[1, N, H, V]``: of a recurrence, or of vLLM's attention, whose keys are rotated and hold the
+        sums of the gates."""
+        if variant.side == "linear":
+            return recur(stream, variant, self.impl, call, keys_per_token)
         q, k, v, gate, place = call.q, call.k, call.v, call.gate, stream.place + 1
         H, V, dtype = q.shape[2], v.shape[3], v.dtype
         if gate.angle is not None:

@@ -60,8 +60,8 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
             if cache.cache_dtype.startswith("fp8"):
                 raise ValueError(f"--kv-cache-dtype: expected auto (the keys hold sums), got {cache.cache_dtype!r}")
             logger.info(said(model.dtype, channels, tokens))
-        if any(layer.prune is not None or layer.impl != "auto" for layer in layers):
-            logger.info("acp and impl of the folder are not used: vLLM's attention computes all pairs")
+        if any(layer.prune is not None or layer.impl != "auto" for layer in layers if layer.variant.side == "softmax"):
+            logger.info("acp, and impl of softmax layers, are not used: vLLM's attention computes all pairs")
         vllm_config.model_config.enforce_eager = True
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 

@@ -16,6 +16,7 @@ from attnzoo.models.decoder import LanguageModel
 
 ALIGNED = 16  # bytes: where a tensor of a state may begin
 SUMS, PHASE = "sums", "phase"  # running sums of log decays and of angles
+MATRIX = "matrix"  # of a recurrence
 
 
 class Slot(NamedTuple):
@@ -70,7 +71,8 @@ def storage_of(layer: Attention, channels: int) -> Storage:
     q, k, v, gate = made.q, made.k, made.v, made.gate
     slots = [Slot(name, tuple(x.shape[1:]), x.dtype) for name, x in stream.windows.items()]
     if layer.variant.side == "linear":
-        return Storage(0, 0, tuple(slots))
+        matrix = layer._core(made, stream)[1].matrix
+        return Storage(0, 0, (*slots, Slot(MATRIX, tuple(matrix.shape[1:]), matrix.dtype)))
     H, G, angle, decay = q.shape[2], k.shape[2], gate.angle, gate.log_decay
     if angle is not None and angle.ndim > 1:
         slots.append(Slot(PHASE, tuple(angle.shape[2:]), torch.float64))

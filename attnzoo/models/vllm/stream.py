@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.forms.packing import SimilarRows, similar_rows
 from attnzoo.layer.stream import OwnCore
 
 
@@ -22,12 +23,20 @@ class Step:
         pages: the page of each request's state, ``[R]`` int64.
         fresh: whether a request has no earlier tokens, ``[R]`` bool.
         sequence: the request of each token, ``[N]`` int64.
+        groups: requests of similar length, by sub-tokens of a token, once a layer has asked for them.
     """
 
     borders: Tensor
     pages: Tensor
     fresh: Tensor
     sequence: Tensor
+    groups: dict[int, list[SimilarRows]] = field(default_factory=dict)
+
+    def rows(self, sub_tokens: int) -> list[SimilarRows]:
+        """The requests as rows of similar length, with so many rows for each token."""
+        if sub_tokens not in self.groups:
+            self.groups[sub_tokens] = list(similar_rows(self.borders * sub_tokens))
+        return self.groups[sub_tokens]
 
     @staticmethod
     def of(metadata: Any, tokens: int) -> Step:

@@ -102,12 +102,13 @@ class Serving:
         from attnzoo.models.vllm.storage import layers_of
         from attnzoo.trained.exchange import recipe_of
 
-        dtype = getattr(torch, self.dtype or "bfloat16")
+        dtype = getattr(torch, self.dtype or dtype_of(self.source))
         return unserved(layers_of(recipe_of(self.source).model), dtype)
 
     def vllm_words(self, folder: Path, port: int) -> list[str]:
         """The command that serves a folder by vLLM."""
-        limits = {"max-model-len": self.max_tokens, "max-num-seqs": self.max_sequences, "dtype": self.dtype or "auto"}
+        limits: dict[str, object] = {"max-model-len": self.max_tokens, "max-num-seqs": self.max_sequences}
+        limits["dtype"] = self.dtype or dtype_of(folder)
         given = {"host": self.host, "port": port, "served-model-name": self.name, **limits}
         words = [f"--{name}={value}" for name, value in given.items()]
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", *words]
@@ -196,6 +197,16 @@ def exported(source: Path) -> Path:
     said = "" if checkpoint is None else identity(checkpoint)
     folder = source / "served" / hashlib.sha256(said.encode()).hexdigest()[:16]
     return folder if folder.is_dir() else export_run(source, folder)
+
+
+def dtype_of(source: Path) -> str:
+    """The dtype of the weights of a run or a model folder, which vLLM by itself would not keep where it is float32."""
+    from attnzoo.models.peers import read_settings
+
+    if (source / "config.yaml").is_file():
+        return "float32"
+    fields = read_settings(source)
+    return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
 def run_until_signal(words: list[str]) -> None:
