@@ -5,8 +5,9 @@ r"""The transition of Mamba-3: a scalar decay and a rotation by angles from the 
 Softmax dual: FoX with RoPE. Source: Lahoti et al., "Mamba-3: Improved Sequence Modeling using State Space
 Principles", 2026, the complex-valued state; mamba_ssm's ``modules/mamba3.py`` for the layer, as first released (since
 June 2026 it makes the decay's rate by another positive function than softplus). Its trapezoidal rule writes two tokens
-at once and is no part of a transition: here the step size alone scales what is written (the rule's lambda at 1), and
-there are neither biases of B and C nor several inputs per step.
+at once and is no part of a transition: by default the step size alone scales what is written (the rule's lambda at 1).
+A layer with ``trapezoid=True`` writes two keys per token, and one with ``qk_bias=True`` has biases of B and C; there
+are not several inputs per step.
 """
 
 from attnzoo.recurrences.products import linear_forms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import inspect
 import sys
@@ -43,7 +44,13 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Qwen3-Next of transformers run its own definitions, though kernels for them may be installed."""
+    """Let Qwen3-Next and Kimi Linear of transformers run their own definitions, though kernels for them may be
+    installed."""
+    with contextlib.suppress(ImportError):  # an old transformers
+        module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+        rules = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+        for name in (*rules, "causal_conv1d_fn", "causal_conv1d_update"):
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     rules = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     for name in (*rules, "causal_conv1d_fn", "causal_conv1d_update"):

@@ -43,7 +43,7 @@ def each_layer(
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         core = cast(Attention, module).project(args[0])
-        core = Projected(core.q, core.k, core.v, core.gate.per_token(core.q), core.write)
+        core = Projected(core.q, core.k, core.v, core.gate.per_token(core.q), core.write, core.values)
         measured = measure(cast(Attention, module), core)
         if measured is not None:
             found.append((layers.index(cast(Attention, module)), measured))

@@ -28,7 +28,15 @@ from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_c
 from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.inplace import FixedCache, FixedStream
-from attnzoo.layer.modules import ACTIVATIONS, FEATURE_MAPS, HeadNorm, ShortConvolution, TokenShift, l2_normalize
+from attnzoo.layer.modules import (
+    ACTIVATIONS,
+    FEATURE_MAPS,
+    HeadNorm,
+    Latent,
+    ShortConvolution,
+    TokenShift,
+    l2_normalize,
+)
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import shared_rows
 from attnzoo.layer.stream import LayerCache, OwnCore, Owner, Stream, check_hidden, rows_of_call, shared_context
@@ -56,6 +64,9 @@ class Attention(PreciseModule):
 
     angle: Tensor | None
     skip: Tensor | None
+    correction: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
     sinks: Tensor | None
 
     def __init__(
@@ -79,9 +90,12 @@ class Attention(PreciseModule):
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
         q_heads, k_heads = config.query_heads, config.key_heads
         self.q_proj = nn.Linear(D, q_heads * K, bias=config.qkv_bias)
-        k_rows, v_rows = k_heads * self.keys_per_token, G * self.keys_per_token
-        self.k_proj = nn.Linear(D, k_rows * K, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(D, v_rows * V, bias=config.qkv_bias)
+        factors = 1 if (gate_options or {}).get("trapezoid") else self.keys_per_token  # that projections make
+        k_rows, v_rows = k_heads * factors, G * factors
+        inner, shared = config.kv_rank or D, config.shared_key_dim
+        self.latent = Latent(D, config.kv_rank, shared, k_rows) if config.kv_rank else None
+        self.k_proj = nn.Linear(inner, k_rows * (K - shared), bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inner, v_rows * V, bias=config.qkv_bias)
         self.o_proj = nn.Linear(H * V, D, bias=config.output_bias)
         conv = (config.conv_size, config.conv_bias, config.conv_activation)
         self.q_conv = ShortConvolution(q_heads * K, *conv) if config.conv_size else None
@@ -94,9 +108,14 @@ class Attention(PreciseModule):
         self.q_norm = HeadNorm(q_heads, K, *norm) if rms else None
         self.k_norm = HeadNorm(k_heads, K, *norm) if rms else None
         self.gate = build_gate(classes, Sizes(D, H, G, K), dict(gate_options or {}))
-        self.register_parameter("skip", None)
-        if config.skip:
-            self.keep("skip", torch.ones(H), trainable=True)
+        k_biases = H if config.num_qk_heads else k_heads
+        for name, there, shape in (
+            ("skip", config.skip, (H,)), ("correction", config.query_correction, (q_heads,)),
+            ("q_bias", config.qk_bias, (H, K)), ("k_bias", config.qk_bias, (k_biases, K)),
+        ):  # fmt: skip
+            self.register_parameter(name, None)
+            if there:
+                self.keep(name, torch.ones(shape), trainable=True)
         norm = (config.output_norm, config.output_norm_eps, config.output_norm_groups, config.output_norm_shared)
         self.output_norm = HeadNorm(H, V, *norm) if config.output_norm != "none" else None
         self.output_gate: nn.Module | None = None
@@ -113,6 +132,7 @@ class Attention(PreciseModule):
         self.forget = None if forgetting is None else ForgetNetwork(forgetting, G, K, V, config.window)
         self.picked: str | None = None  # form and device of the last call
         # decided once: no call changes it
+        self._factors = factors
         self._heads = ((q_heads, K), (k_rows, K), (v_rows, V))
         self._maps = tuple(
             None if name == "identity" else FEATURE_MAPS[name]
@@ -130,12 +150,13 @@ class Attention(PreciseModule):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (HeadNorm, ShortConvolution)):
+            elif isinstance(module, (HeadNorm, ShortConvolution, nn.RMSNorm)):
                 module.reset_parameters()
         if self.sinks is not None:
             fill(self.sinks, torch.zeros(self.config.num_heads))
-        if self.skip is not None:
-            fill(self.skip, torch.ones(self.config.num_heads))
+        for ones in (self.skip, self.correction, self.q_bias, self.k_bias):
+            if ones is not None:
+                fill(ones, torch.ones_like(ones))
         if self.angle is not None:
             fill(self.angle, self._angles())
         self.gate.reset_parameters()
@@ -215,7 +236,7 @@ class Attention(PreciseModule):
             rows = rows.masked_fill(~stream.valid[..., None], 0.0)
         projected = self._project(rows, stream)
         o, state = self._core(projected, stream)
-        y = self._output(rows, projected.v, o)
+        y = self._output(rows, projected.values, o)
         if stream.valid is not None:
             y = y.masked_fill(~stream.valid[..., None], 0.0)
         if packing is not None:
@@ -312,7 +333,7 @@ class Attention(PreciseModule):
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
         o: Tensor = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
-        return self._output(x, projected.v, o)
+        return self._output(x, projected.values, o)
 
     def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
         """Whether fused kernels over ``memory`` compute a step but for the products with weights, for x in
@@ -361,7 +382,10 @@ class Attention(PreciseModule):
 
     def rows(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of x ``[B, T, D]`` after projections and short convolutions, ``[B, T, heads * dim]``."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        inner = x if self.latent is None else self.latent(x)
+        q, k, v = self.q_proj(x), self.k_proj(inner), self.v_proj(inner)
+        if self.latent is not None:
+            k = self.latent.keys(k, x)
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
             q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
         return q, k, v
@@ -374,6 +398,9 @@ class Attention(PreciseModule):
         rows = stream.shape
         q, k, v = q.reshape(*rows, *of_q), k.reshape(*rows, *of_k), v.reshape(*rows, *of_v)
         q, k = q if map_q is None else map_q(q), k if map_k is None else map_k(k)
+        if config.query_correction:
+            assert self.correction is not None
+            q = q - (self.correction[:, None] * k).to(q.dtype)
         if config.qk_norm == "l2":
             q, k = l2_normalize(q), l2_normalize(k)
         elif self.q_norm is not None and self.k_norm is not None:
@@ -381,19 +408,25 @@ class Attention(PreciseModule):
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
             q, k = rotate_all(phase, q, k)
-        several = self.keys_per_token > 1
-        if several:
-            k, v = by_factor(k, 2, self.keys_per_token), by_factor(v, 2, self.keys_per_token)
+        if self._factors > 1:
+            k, v = by_factor(k, 2, self._factors), by_factor(v, 2, self._factors)
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
+        if config.qk_bias:
+            assert self.q_bias is not None
+            assert self.k_bias is not None
+            q, k = q + self.q_bias.to(q.dtype), k + self.k_bias.to(k.dtype)
         gate, write = self.gate(x, k, stream)
         if type(self.gate).keys is not GateProjection.keys:
             k = self.gate.keys(k, gate)
         if stream.valid is not None and gate.w is not None:  # w of padding is not a unit vector
             gate = gate.neutral_where(~stream.valid)
-        if several:
+        values = v
+        if self.keys_per_token > self._factors:
+            k, v, write = self.gate.written(k, v, gate, write, stream)
+        if self.keys_per_token > 1:
             q, k, v, gate = sub_tokens(q, k, v, gate)
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values)
 
     def extra_repr(self) -> str:
         chosen = {

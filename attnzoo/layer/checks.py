@@ -14,6 +14,7 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.config import OF_SOFTMAX, PLAIN, AttentionConfig
 from attnzoo.layer.dispatch import IMPLS
 from attnzoo.layer.gates import GateProjection, gate_classes
+from attnzoo.layer.gates.angles import Mamba3Decay
 from attnzoo.layer.gates.matrix import checked_factors
 from attnzoo.registry import Variant, get, list_variants
 
@@ -73,6 +74,8 @@ def _check_parts(
         name, kept = ("rotary", None) if config.qk_norm == "none" else ("qk_norm", "none")
         why = f"{makers[0]} makes the keys, behind the norm and the rotation"
         raise ValueError(f"{name}: expected {kept!r} ({why}), got {getattr(config, name)!r}")
+    if config.qk_bias and variant.side == "softmax":
+        raise ValueError("qk_bias: expected False (bounds of scores by the norms' weights do not know it), got True")
     for name in OF_SOFTMAX:
         given, none = getattr(config, name), PLAIN[name]
         if given != none and variant.side != "softmax":
@@ -129,11 +132,18 @@ def _keeps(variant: Variant) -> bool:
 def keys_per_token(
     variant: Variant, config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]
 ) -> int:
-    """The number n of keys and values per token and head: as many as its transition has factors.
+    """The number n of keys and values that a token writes for each head: as many as its transition has factors, and two
+    by the trapezoidal rule.
 
     Raises:
         ValueError: n > 1 where a token must have one value.
     """
+    if options.get("trapezoid") is True and Mamba3Decay in classes:
+        if sum(cls.writes for cls in classes) > 1:
+            raise ValueError(
+                f"trapezoid: expected False with a second write strength in gate={config.gate!r}, got True"
+            )
+        return 2
     number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
     if not KINDS["int"][1](number):  # the gate projection raises
         return 1

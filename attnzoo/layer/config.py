@@ -15,6 +15,7 @@ OUTPUT_NORMS = ("none", "rms", "group")
 OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
+    "kv_rank",
 )  # fmt: skip
 POSITIVE = ("scale", "softcap", "qk_norm_eps", "output_norm_eps", "expand")
 
@@ -22,6 +23,7 @@ INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # a given key
 NEEDS = {  # an option -> the options one of which must be on for it to have an effect
     "qk_norm_shared": ("qk_norm",), "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
     "rotary_angles": ("rotary",), "output_norm_groups": ("output_norm",), "output_norm_shared": ("output_norm",),
+    "shared_key_dim": ("kv_rank",),
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
@@ -54,6 +56,12 @@ class AttentionConfig:
         kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
         qkv_bias: learned biases of the projections to q, k and v.
         output_bias: a learned bias of the output projection.
+        kv_rank: k and v are projected from a normed projection of x to that many channels (multi-head latent attention,
+            DeepSeek-V2); None for x itself.
+        shared_key_dim: channels of every key, its first ones, that come straight from x, the same for all heads.
+        qk_bias: learned biases of q and k behind their norm, 1 at the start (linear side; Mamba-3).
+        query_correction: ``q - d_h k`` takes the place of q before its norm, with d learned for each head and 1 at the
+            start (Hu et al., 2025, Comba's output correction).
         rotary: rotate q and k with this base beside the gate (RetNet); None for none.
         rotary_angles: ``rope``, ``base^(-2i/K)``, or ``retnet``, ``base^(-i/(K/2-1))``, which ends in 1/base.
         scale: of the scores; None for ``K^(-1/2)``.
@@ -94,6 +102,10 @@ class AttentionConfig:
     kv_shift: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    kv_rank: int | None = None
+    shared_key_dim: int = 0
+    qk_bias: bool = False
+    query_correction: bool = False
     rotary: float | None = None
     rotary_angles: str = "rope"
     scale: float | None = None
@@ -145,6 +157,15 @@ class AttentionConfig:
             raise ValueError(f"expand: expected less than 2^31 channels per head, got {self.expand}")
         if self.conv_size < 0:
             raise ValueError(f"conv_size: expected a number of tokens >= 0, got {self.conv_size!r}")
+        if not 0 <= self.shared_key_dim < self.key_dim:
+            raise ValueError(f"shared_key_dim: expected less than a key's {self.key_dim}, got {self.shared_key_dim}")
+        if self.query_correction and self.query_heads != self.key_heads:
+            raise ValueError(
+                f"query_correction: expected False with {self.key_heads} keys of {self.query_heads} queries"
+            )
+        if self.qk_bias and (self.rotary is not None or self.qk_norm == "l2"):
+            name, given = ("rotary", self.rotary) if self.rotary is not None else ("qk_norm", self.qk_norm)
+            raise ValueError(f"qk_bias: expected False with {name} = {given!r}, got True")
         if self.rotary is not None and self.rotary < 1:
             raise ValueError(f"rotary: expected a base of at least 1 (no angle over 1 radian), got {self.rotary!r}")
         for name, options in (

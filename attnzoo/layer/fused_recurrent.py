@@ -47,6 +47,7 @@ def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
         and (layer.impl == "triton" or (layer.impl == "auto" and matrix.is_cuda))
         and all(type(member) in SERVED for member in members) and sum(member.writes for member in members) < 2
         and layer.keys_per_token == 1 and layer.k_shift is None and layer.forget is None
+        and layer.latent is layer.correction is layer.q_bias is None
         and as_built(layer) and config.qk_norm in ("none", "rms", "l2")
         and (layer.angle is None or (plain and config.qk_norm == "none" and not config.conv_size))
     ):  # fmt: skip

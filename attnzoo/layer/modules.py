@@ -166,6 +166,38 @@ class ShortConvolution(nn.Module):
         return f"channels={self.weight.shape[0]}, size={self.size}"
 
 
+class Latent(nn.Module):
+    """The input of the projections to keys and values in multi-head latent attention: a normed low-rank map of x.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1; here a cache holds the keys and values, not this.
+
+    Args:
+        hidden_size: D.
+        rank: channels of the map.
+        shared: channels of every key, its first ones, that come straight from x and are the same for all heads.
+        heads: of the keys.
+    """
+
+    def __init__(self, hidden_size: int, rank: int, shared: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.norm = nn.RMSNorm(rank, eps=1e-6)
+        self.shared = nn.Linear(hidden_size, shared, bias=False) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, rank]`` for x ``[B, T, D]``."""
+        return self.norm(self.down(x))  # type: ignore[no-any-return]
+
+    def keys(self, own: Tensor, x: Tensor) -> Tensor:
+        """Whole keys ``[B, T, heads * K]`` from the channels that are each head's own, and x."""
+        if self.shared is None:
+            return own
+        own = own.unflatten(-1, (self.heads, -1))
+        shared = self.shared(x)[..., None, :].expand(*own.shape[:-1], -1)
+        return torch.cat([shared, own], -1).flatten(-2)
+
+
 class TokenShift(nn.Module):
     """Data-dependent shift: ``y_t = a_t x_{t-1} + (1 - a_t) x_t``, ``a_t = sigmoid(w h_t)`` per head.
 

@@ -20,10 +20,12 @@ class Projected:
         v: ``[B, T, G, V]``.
         gate: the parts that the variant requires.
         write: the write strength of each token, as a gate projection returns it.
+        values: ``[B, T, G, V]``, v of each token as it was projected.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     gate: Gate
-    write: Write = None
+    write: Write
+    values: Tensor

@@ -126,8 +126,8 @@ def test_what_is_said_in_two_places_is_what_transformers_takes(fields, changed, 
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .* is not supported beside sliding_window = None"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types: expected 2 entries, one for each"),
         (
-            {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}},
-            r"unknown model_type 'qwen2_vl'.*the language model within it, in text_config, is of 'qwen2'",
+            {"model_type": "qwen2_lv", "text_config": {"model_type": "qwen2"}},
+            r"unknown model_type 'qwen2_lv'.*the language model within it, in text_config, is of 'qwen2'",
         ),
     ],
 )

@@ -61,6 +61,11 @@ HYBRID = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "pad_token_id": 0, "eos_token_id": 1,
     "initializer_range": 0.05,
 }  # fmt: skip
+KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 9,
+    "linear_head_dim": 16, "linear_num_heads": 2, "mlp_layer_types": ["dense"] * 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "layer_types": [LINEAR, "full_attention"],
+}  # fmt: skip
 CASES |= {
     "llama, yarn": ("Llama", {"rope_parameters": YARN}),
     "qwen3, yarn, other numbers": (
@@ -97,10 +102,35 @@ CASES |= {
         "GPT2", {"n_inner": 40, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True,
                  "scale_attn_weights": False, "reorder_and_upcast_attn": True, "tie_word_embeddings": False},
     ),
+    "kimi_linear": ("KimiLinear", KIMI),
+    "kimi_linear, as published": (
+        "KimiLinear", {
+            **{name: value for name, value in KIMI.items() if not name.endswith("layer_types")},
+            "first_k_dense_replace": 2, "mla_use_nope": True,
+            "linear_attn_config": {
+                "full_attn_layers": [1], "kda_layers": [2], "head_dim": 12, "num_heads": 3, "short_conv_kernel_size": 3,
+            },
+        },
+    ),
     "qwen3_5": ("Qwen3_5Text", {k: v for k, v in NEXT.items() if k != "num_experts"}),
 }  # fmt: skip
 
 old = int(transformers.__version__.split(".")[0]) < 5
+
+
+def configuration(name, options):
+    if old and "rope_parameters" in options:  # two fields there
+        scaling = dict(options["rope_parameters"])
+        options = {**options, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+        options.pop("rope_parameters")
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("this transformers does not have it")
+    try:
+        return getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    except ValueError as error:
+        if old and str(error).startswith("`rope_scaling` must be a dictionary"):
+            pytest.skip(f"this transformers has no such angles for {name}")
+        raise
 
 
 def peer(name, options):
@@ -110,18 +140,7 @@ def peer(name, options):
 
         if "group_size" not in inspect.signature(MambaRMSNormGated).parameters:
             pytest.skip("this transformers norms all groups together, its kernels and the authors' do not")
-    if old and "rope_parameters" in options:  # two fields there
-        scaling = dict(options["rope_parameters"])
-        options = {**options, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-        options.pop("rope_parameters")
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip("this transformers does not have it")
-    try:
-        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
-    except ValueError as error:
-        if old and str(error).startswith("`rope_scaling` must be a dictionary"):
-            pytest.skip(f"this transformers has no such angles for {name}")
-        raise
+    config = configuration(name, options)
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{name.removesuffix('Text')}{head}")._from_config(
         config, attn_implementation="eager"
@@ -222,6 +241,30 @@ def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
         ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
+        ({"model_type": "rwkv7"}, "'rwkv7' is not supported: it erases along another vector .*; 'kda' loads"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images, .*; 'gemma2' loads"),
+        (
+            {
+                "model_type": "kimi_linear",
+                "num_hidden_layers": 27,
+                "num_attention_heads": 32,
+                "num_experts": 256,
+                "first_k_dense_replace": 1,
+            },
+            "26 of 27 layers have experts, .* a Kimi Linear whose layers are all dense loads",
+        ),
+        (
+            {
+                "model_type": "gpt2",
+                "n_embd": 8,
+                "n_head": 2,
+                "n_layer": 1,
+                "n_positions": 9,
+                "vocab_size": 5,
+                "activation_function": "relu",
+            },
+            "activation_function = 'relu' is not supported",
+        ),
         ({"model_type": "mamba2", "time_step_limit": [0.0, 1.0]}, r"time_step_limit = \[0.0, 1.0\] is not supported"),
         ({"model_type": "mamba2", "use_bias": True}, "use_bias = True is not supported"),
         ({"model_type": "hgrn2-project_fox", "elementwise_affine": False}, "elementwise_affine = False"),
@@ -364,8 +407,11 @@ def test_what_differs_on_purpose_is_a_line_of_the_log(caplog):
     from_peer(peer("Llama", {}))
     assert not caplog.records
     from_peer(peer("Mamba2", MAMBA))
-    (record,) = caplog.records
-    assert "residual_in_fp32" in record.getMessage()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "residual_in_fp32" in first
+    assert second.startswith("config.json: ")
+    assert second.endswith(": not read, as nothing here is like it")
+    assert "num_attention_heads" in second  # of the tests' sizes, which this class has no use for
 
 
 def test_weights_left_over_or_missing_are_named(tmp_path):
@@ -429,3 +475,18 @@ def test_an_empty_folder_is_named(tmp_path):
         from_peer(tmp_path)
     with pytest.raises(FileNotFoundError, match="hf download meta-llama/Llama-3.2-1B --local-dir"):
         from_peer("meta-llama/Llama-3.2-1B")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_of_the_peers_own_class_is_read_or_known_to_change_nothing(case):
+    """But for dropout in training, and for sizes of the tests that a class has no use for."""
+    name, options = CASES[case]
+    fields = configuration(name, options).to_dict()
+    left = [note for note in peer_of(fields).notes if "not read" in note]
+    listed = left[0].removeprefix("config.json: ").partition(":")[0].split(", ") if left else []
+    assert {field for field in listed if not field.endswith("_pdrop")} <= {*SIZES}
+
+
+def test_a_field_that_nothing_reads_is_a_line_of_the_log():
+    fields = {**transformers.LlamaConfig(**SIZES).to_dict(), "clip_qkv": 8.0, "attention_dropout": 0.1, "sparse": False}
+    assert peer_of(fields).notes[-1] == "config.json: attention_dropout, clip_qkv: not read, as nothing here is like it"

@@ -56,6 +56,11 @@ class Combined(GateProjection):
         first, *rest = (expand_heads(factor, heads) for factor in factors)
         return Gate(**parts), math.prod(rest, start=first)
 
+    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+        for member in self.members:
+            k, v, write = cast(GateProjection, member).written(k, v, gate, write, stream)
+        return k, v, write
+
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         for member in self.members:
             k = cast(GateProjection, member).keys(k, gate)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.modules import ShortConvolution, l2_normalize, softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
+from attnzoo.recurrences.complex_linear import rotate_all
 
 
 class SelectiveAngles(GateProjection):
@@ -91,6 +93,9 @@ class Mamba3Decay(StepSize):
         dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
         dt_max: largest step at the start.
         a_min: the least value of a.
+        trapezoid: also write each token's key and value at the next token (the trapezoidal rule, section 3.1): with
+            ``lambda_t = sigmoid(v x_t)`` token t writes its own by ``lambda_t dt_t``, and that of the one before,
+            decayed and turned, by ``(1 - lambda_t) dt_t``. Without it lambda is 1.
         rotated_share: share of each head's channels that are rotated, the first ones; an even number of channels.
 
     Raises:
@@ -102,7 +107,7 @@ class Mamba3Decay(StepSize):
 
     def __init__(
         self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_min: float = 1e-4,
-        rotated_share: float = 0.5,
+        rotated_share: float = 0.5, trapezoid: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(sizes, dt_min=dt_min, dt_max=dt_max)
         if a_min <= 0:
@@ -116,10 +121,31 @@ class Mamba3Decay(StepSize):
         self.a_min, self.still = a_min, sizes.head_dim // 2 - pairs
         self.a_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=None)
         self.angle_proj = GateAffine(sizes.hidden_size, pairs, bias=None)
+        if trapezoid and sizes.num_kv_heads != sizes.num_heads:
+            raise ValueError(f"trapezoid: expected False with num_kv_heads = {sizes.num_kv_heads}, got True")
+        self.trap_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=None) if trapezoid else None
         self.reset_parameters()
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)
         a = softplus(wide(self.a_proj(x))).clamp(min=self.a_min)
         angle = math.pi * dt[..., None] * wide(self.angle_proj(x)).tanh()[..., None, :]
-        return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), dt
+        if self.trap_proj is not None:
+            own = wide(self.trap_proj(x)).sigmoid()
+            dt_both = torch.stack([own * dt, (1 - own) * dt], -1)
+        return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), dt if self.trap_proj is None else dt_both
+
+    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+        if self.trap_proj is None:
+            return k, v, write
+        assert isinstance(write, Tensor)
+        assert gate.angle is not None
+        assert gate.log_decay is not None
+        before_k, before_v = (
+            stream.before(name, one.flatten(2)).view_as(one) for name, one in (("key", k), ("value", v))
+        )
+        (before_k,) = rotate_all(-gate.angle.double(), before_k)
+        own, past = write.unbind(-1)
+        past = past * gate.log_decay.exp()
+        values = torch.stack([past[..., None] * before_v, own[..., None] * v], 3)
+        return torch.stack([before_k, k], 3), values.to(v.dtype), None

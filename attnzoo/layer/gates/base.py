@@ -71,6 +71,10 @@ class GateProjection(PreciseModule):
         """
         return Gate(), None
 
+    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+        """The core's keys and values, ``[B, T, G, n, K]`` where a token writes n, and the strength that is left."""
+        return k, v, write
+
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         """The core's keys, ``[B, T, G, K]``: k itself, unless the gate makes them."""
         return k

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ PEERS = {
     "qwen3_next": "qwen3_next:qwen3_next",
     "qwen3_5_text": "qwen3_next:qwen3_next",
     "olmo_hybrid": "olmo_hybrid:olmo_hybrid",
+    "kimi_linear": "kimi_linear:kimi_linear",
     "mamba2": "mamba2:mamba2",
+    "mamba3": "mamba3:mamba3",
     "forgetting_transformer-project_fox": "fox:forgetting_transformer",
     "transformer-project_fox": "fox:transformer",
     "delta_net-project_fox": "fla:delta_net",
@@ -50,6 +52,7 @@ PEERS = {
     "delta_net": "fla:delta_net",
     "gated_deltanet": "fla:gated_deltanet",
     "gated_deltaproduct": "fla:gated_deltaproduct",
+    "comba": "fla:comba",
     "kda": "fla:kda",
     "gla": "fla:gla",
     "retnet": "fla:retnet",
@@ -57,18 +60,30 @@ PEERS = {
 }
 AROUND = {"qwen3_5": "qwen3_5_text"}  # models of text and images -> the kind of their language model
 EXPERTS = "its layers have experts, for which the decoder has no place"
+IMAGES = "it reads images, for which nothing here has a place"
 TWO_WAYS = "it erases along another vector than it writes by, for which gates have no part"
 WITHOUT = {  # known kinds of models that have no mapping
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
-    "mamba": "its decay per channel and state is one that no variant has",
+    "mamba": "its decay per channel and state is one that no variant has; 'mamba2' loads",
+    "rwkv7": f"{TWO_WAYS}; nor has a layer values of the first one, or tokens mixed with the one before in front of "
+    "each projection and of the MLP; 'kda' loads",
+    **dict.fromkeys(("gdn2", "gated_deltanet2"), f"{TWO_WAYS}; 'gated_deltanet' and 'kda' load"),
+    "gemma3_text": "its layers with windows turn by another base, which one field here holds; 'gemma2' loads",
+    "gemma3": f"{IMAGES}; 'gemma2' loads",
+    "qwen2_moe": f"{EXPERTS}; 'qwen2' loads",
     "qwen3_moe": f"{EXPERTS}; 'qwen3' loads",
-    "qwen3_5_moe": f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
-    "qwen3_5_moe_text": f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
+    **dict.fromkeys(
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
+        f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
+    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), f"{IMAGES}; 'qwen2' loads"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{IMAGES}; 'qwen3' and 'qwen3_5' load"),
     "mixtral": f"{EXPERTS}; 'mistral' loads",
+    "mistral3": f"{IMAGES}; 'mistral' loads",
     "olmoe": f"{EXPERTS}; 'olmo2' loads",
-    "kimi_linear": f"{EXPERTS}, nor for keys that are compressed and normed (MLA)",
-    "rwkv7": TWO_WAYS,
-    "comba": TWO_WAYS,
+    "phimoe": f"{EXPERTS}; 'phi3' loads",
+    "phi3_v": f"{IMAGES}; 'phi3' loads",
+    "phi4_multimodal": "it reads images and sounds, for which nothing here has a place; 'phi3' loads",
     "attnzoo": "it is a model of this library already",
 }
 
@@ -156,7 +171,9 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         )
     module, _, name = PEERS[kind].partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return make(Settings(fields))
+    settings = Settings(fields)
+    peer = make(settings)
+    return replace(peer, notes=(*peer.notes, *settings.unread()))
 
 
 def _of_text(name: str) -> str | None:

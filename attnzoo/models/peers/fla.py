@@ -173,6 +173,36 @@ def gated_deltaproduct(settings: Settings) -> Peer:
     return _peer(settings, "gated_deltanet" if forgets else "deltanet", options, attention)
 
 
+def comba(settings: Settings) -> Peer:
+    """Comba: Gated DeltaNet with a multiple of the key taken off the query.
+
+    There the key that erases is scaled by `decay` and then normed, which takes the scale away again (`ops/comba`); of
+    that scale only the correction of the query is left.
+    """
+    settings.only("use_short_conv", True)
+    for name in ("use_output_correction", "use_inner_decay"):
+        settings.only(name, True, False)  # its model does not tell them to its layers, which have both
+    gated = settings.get("use_output_gate", True)
+    K, H = settings.get("head_dim", 256), settings["num_heads"]
+    V, heads = int(K * settings.get("expand_v", 2.0)), settings.get("num_v_heads", H)
+    options: dict[str, Any] = {
+        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H,
+        "conv_size": settings.get("conv_size", 4), "query_correction": True,
+        "output_gate": "sigmoid" if gated else "none", **_output_norm(settings),
+    }  # fmt: skip
+
+    def attention(take: Take, index: int) -> Named:
+        yield from _convolved(take)
+        yield from _decay(take)
+        yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
+        yield "output_norm.weight", take("o_norm.weight")
+        yield "correction", take("D") * take("decay").sigmoid()
+        if gated:
+            yield "output_gate.weight", take("g_proj.weight")
+
+    return _peer(settings, "gated_deltanet", options, attention, heads=heads)
+
+
 def kda(settings: Settings) -> Peer:
     """Kimi Delta Attention, with more value heads than key heads where `num_v_heads` says so."""
     for name, value in (("use_short_conv", True), ("safe_gate", False), ("lower_bound", None)):
@@ -224,6 +254,7 @@ def retnet(settings: Settings) -> Peer:
     H, G = _heads(settings)
     options = _expanded(settings, 1.0, 2.0) | _gated_output(settings) | _features(settings)
     options |= {"num_kv_heads": G, "rotary": 10_000.0, "rotary_angles": "rope"}
+    settings.read.add("use_short_conv")
 
     def attention(take: Take, index: int) -> Named:
         for name, tensor in _plain(take):
@@ -245,6 +276,8 @@ def _peer(
     settings.only("hidden_act", "swish", "silu")
     settings.only("attn", None)
     settings.only("attnres_block_size", None)
+    settings.only("elementwise_affine", True)
+    settings.read.add("conv_size")  # without convolutions
     config = model_config(settings, name, options, heads or settings["num_heads"])
 
     def weights(theirs: Weights) -> Named:
@@ -265,7 +298,8 @@ def _mlp_size(settings: Settings) -> int:
     """The width inside the SwiGLU: as given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to a multiple
     of 256."""
     given: int | None = settings.optional("intermediate_size", "int")
-    return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4.0) * 2 / 3) // 256) * 256
+    ratio = settings.get("hidden_ratio", 4.0)
+    return given or -(-int(settings["hidden_size"] * ratio * 2 / 3) // 256) * 256
 
 
 def _heads(settings: Settings) -> tuple[int, int]:

@@ -22,7 +22,7 @@ QK_NORM_EPS = 1e-5
 def transformer(settings: Settings) -> Peer:
     """The authors' Transformer class: `rope` or `nope`, perhaps with a window."""
     of_fox = {"fgate_type": "none", "qk_norm_share_param_across_head": True, "use_rope": settings.get("use_rope", True)}
-    return forgetting_transformer(Settings({**settings.fields, **of_fox}))
+    return forgetting_transformer(settings.beside(of_fox))
 
 
 def hgrn2(settings: Settings) -> Peer:

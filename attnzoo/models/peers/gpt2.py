@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -25,8 +24,9 @@ def gpt2(settings: Settings) -> Peer:
     """GPT-2, and models with other numbers in its layout, such as DistilGPT-2 and Cerebras-GPT."""
     for ours, theirs in NAMES.items():
         settings.said_once(ours, theirs)
-    settings = Settings({**settings.fields, **_renamed(settings)}, settings.place)
+    settings = settings.beside({o: settings.raw(t) for o, t in NAMES.items() if t in settings})
     settings.only("add_cross_attention", False)
+    settings.only("reorder_and_upcast_attn", False, True)  # only how the same scores are rounded
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     settings.only("activation_function", "gelu_new", *ACTIVATIONS)
     scale = (D // H) ** -0.5 if settings.get("scale_attn_weights", True) else 1.0
@@ -68,10 +68,6 @@ def gpt2(settings: Settings) -> Peer:
         yield "head.weight", embedding if tied else theirs("lm_head.weight")
 
     return Peer(config, weights)
-
-
-def _renamed(settings: Settings) -> dict[str, Any]:
-    return {ours: settings.fields[theirs] for ours, theirs in NAMES.items() if theirs in settings}
 
 
 def _prefixed(name: str) -> str:

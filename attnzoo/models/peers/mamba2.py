@@ -27,7 +27,7 @@ def mamba2(settings: Settings) -> Peer:
     settings.only("use_bias", False)
     settings.only("D_has_hdim", False)
     for name in ("time_step_limit", "dt_limit"):
-        limit = settings.fields.get(name)
+        limit = settings.raw(name)
         limit = list(limit) if isinstance(limit, tuple) else limit
         if limit is not None and limit not in [[0.0, high] for high in UNBOUNDED]:
             raise ValueError(f"config.json: {name} = {limit} is not supported (only [0, inf])")
@@ -42,7 +42,7 @@ def mamba2(settings: Settings) -> Peer:
         "num_qk_heads": G, "head_dim": K, "value_dim": V, "conv_size": settings["conv_kernel"], "conv_bias": biased,
     }  # fmt: skip
     options |= {"output_norm_groups": G, "output_norm_eps": eps} if normed else {"output_norm": "none"}
-    if normed and "layer_norm_epsilon" not in settings.fields and settings.get("norm_before_gate", False):
+    if normed and not settings.says("layer_norm_epsilon") and settings.get("norm_before_gate", False):
         options["gate_before_norm"] = False  # an option of flash-linear-attention that transformers does not read
     config = ModelConfig(
         attention="mamba2",

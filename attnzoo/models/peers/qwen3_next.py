@@ -24,8 +24,9 @@ def qwen3_next(settings: Settings) -> Peer:
     """The dense models of Qwen3-Next, and of Qwen3.5 with its separate matrices; a layer of experts is refused."""
     settings.only("hidden_act", "silu", "swish")
     settings.only("attention_bias", False)
+    settings.only("attn_output_gate", True)
     D, L, H = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
-    newer = settings.fields["model_type"] == "qwen3_5_text"
+    newer = settings.raw("model_type") == "qwen3_5_text"
     _refuse_experts(settings, L)
     G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
     turn = rotation(settings, K, partial=0.25)

@@ -18,7 +18,7 @@ from attnzoo.models.peers.weights import Weights
 # norms behind attention and MLP, in place of those before them
 BEHIND = replace(TRANSFORMERS, attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
 CENTRED = replace(TRANSFORMERS, centred=True)
-AROUND = replace(
+BOTH = replace(
     CENTRED, attention_after="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
     mlp_after="post_feedforward_layernorm",
 )  # fmt: skip
@@ -66,15 +66,16 @@ def gemma(settings: Settings) -> Peer:
 def gemma2(settings: Settings) -> Peer:
     """Gemma 2: also norms behind attention and MLP, windows in every second layer, and softcaps."""
     settings.only("hidden_activation", *GELU)
+    settings.read.update(("hidden_act", "sliding_window_size"))  # in its files, and read by nothing
     scale = settings.get("query_pre_attn_scalar", 256) ** -0.5
-    cap = settings.optional("attn_logit_softcapping", "float") if "attn_logit_softcapping" in settings.fields else 50.0
-    return _gemma(settings, AROUND, {"scale": scale, "softcap": cap})
+    cap = settings.optional("attn_logit_softcapping", "float") if settings.says("attn_logit_softcapping") else 50.0
+    return _gemma(settings, BOTH, {"scale": scale, "softcap": cap})
 
 
 def _gemma(settings: Settings, layout: Layout, options: dict[str, Any]) -> Peer:
     settings.only("use_bidirectional_attention", False)
     last = settings.optional("final_logit_softcapping", "float")
-    if layout is AROUND and "final_logit_softcapping" not in settings.fields:
+    if layout is BOTH and not settings.says("final_logit_softcapping"):
         last = 30.0
     model = {
         "mlp_activation": "gelu_tanh", "embedding_scale": settings["hidden_size"] ** 0.5, "logit_softcap": last,
@@ -94,8 +95,9 @@ def _peer(
     model: Mapping[str, Any] | None = None,
 ) -> Peer:
     """The mapping shared by all; `options` are further ones of the layers, and `model` of the model."""
-    kind = settings.fields["model_type"]
+    kind = settings.raw("model_type")
     model = dict(model or {})
+    settings.only("use_mrope", False)
     if "mlp_activation" not in model:
         settings.only("hidden_act", "silu", "swish")
     if kind in ("llama", "smollm3"):
@@ -165,7 +167,7 @@ def _peer(
 
 def _rotated_layers(settings: Settings, layers: int) -> list[bool]:
     """Which layers rotate their queries and keys."""
-    if settings.fields["model_type"] != "smollm3":
+    if settings.raw("model_type") != "smollm3":
         return [True] * layers
     every = settings.get("no_rope_layer_interval", 4)
     named = settings.listed("no_rope_layers", "int", layers)
@@ -190,10 +192,10 @@ def norm_eps(settings: Settings) -> float:
 
 def _windows(settings: Settings, layers: int) -> list[int | None]:
     """Each layer's window in tokens; None for all tokens. Defaults are those of the peers' own classes."""
-    model = settings.fields["model_type"]
+    model = settings.raw("model_type")
     named = settings.listed("layer_types", "str", layers)
     # null means no window
-    window = settings.optional("sliding_window", "int") if "sliding_window" in settings.fields else 4096
+    window = settings.optional("sliding_window", "int") if settings.says("sliding_window") else 4096
     if model == "phi3":
         window = settings.optional("sliding_window", "int")
     if model == "gemma2":

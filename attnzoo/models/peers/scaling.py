@@ -85,7 +85,10 @@ def rotation(settings: Settings, head_dim: int, partial: float = 1.0, scale: flo
     theta = float(rope.get("rope_theta", THETA))
     plain = theta ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     angle, factor = KINDS[kind](rope, settings, plain)
-    notes = rope_notes(settings)
+    rope.read.update(
+        ("type", "original_max_position_embeddings", *(("factor", "long_factor") if kind in BEYOND else ()))
+    )
+    notes = (*rope_notes(settings), *rope.unread())
     if kind in BEYOND:
         within = rope["original_max_position_embeddings"]
         notes += (
@@ -179,8 +182,8 @@ def rope_settings(settings: Settings, partial: float = 1.0) -> Settings:
     found.setdefault("rope_type", found.get("type", "default"))
     neutral = {"rope_theta": THETA, "partial_rotary_factor": partial, "original_max_position_embeddings": None}
     for name, value in neutral.items():
-        if settings.fields.get(name) is not None:
-            value = settings.fields[name]
+        if name in settings:
+            value = settings.raw(name)
             if found.setdefault(name, value) != value:
                 raise ValueError(
                     f"config.json: {name} = {value!r} and {rope.place.removeprefix(settings.place)}{name} = "

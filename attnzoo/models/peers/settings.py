@@ -17,6 +17,28 @@ DTYPES = {
 # fields of transformers, MLX and older releases
 QUANTISED = ("quantization_config", "quantization", "compression_config")
 
+SWITCHED_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+# fields that do not change what a model computes, or that whoever builds it reads elsewhere
+NAMES = """
+    A_init_range _attn_implementation _name_or_path architectures attn_mode auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size chunk_size_feed_forward correction_factor
+    decoder_start_token_id dt_init_floor dt_max dt_min dtype early_stopping eos_token_id full_attn_mod
+    fuse_cross_entropy fuse_norm fuse_swiglu gate_init_bias id2label initializer_range interpolate_factor
+    keys_to_ignore_at_inference label2id length_penalty linear_a_log_max linear_dt_init_floor linear_dt_max
+    linear_dt_min mamba_ssm_dtype max_length max_position_embeddings max_window_layers model_max_length model_type
+    mrope_interleaved mrope_section mtp_num_hidden_layers mtp_use_dedicated_embeddings n_ctx num_beam_groups
+    num_beams num_return_sequences output_scores pad_token_id pretraining_tp problem_type repetition_penalty
+    rescale_prenorm_residual return_dict rms_norm sep_token_id summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj task_specific_params temperature tie_word_embeddings time_step_floor time_step_max
+    time_step_min time_step_rank tokenizer_class top_k top_p torch_dtype transformers_version typical_p use_cache
+    vocab_size
+
+    moe_intermediate_size moe_layer_freq moe_renormalize moe_router_activation_func n_group n_shared_experts
+    norm_topk_prob num_expert_group num_experts_per_tok num_experts_per_token num_shared_experts
+    output_router_logits routed_scaling_factor router_aux_loss_coef shared_expert_intermediate_size topk_group
+    use_grouped_topk
+"""  # the last of experts, which are refused
+HARMLESS = frozenset((*NAMES.split(), *QUANTISED))
 WIDTHS = ("hidden_size", "intermediate_size", "state_size", "_heads", "head_dim", "kernel_dim")  # how their names end
 
 
@@ -26,13 +48,38 @@ class Settings:
     Args:
         fields: the fields of `config.json`.
         place: the beginning of error messages: the file, and for nested fields the field's name.
+
+    Attributes:
+        read: names of the fields that have been asked for.
     """
 
     def __init__(self, fields: Mapping[str, Any], place: str = "config.json: ") -> None:
         self.fields, self.place = fields, place
+        self.read = set[str]()
 
     def __contains__(self, name: str) -> bool:
-        return self.fields.get(name) is not None
+        return self.raw(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """The field's value, of any kind, or None where it is missing or null."""
+        self.read.add(name)
+        return self.fields.get(name)
+
+    def says(self, name: str) -> bool:
+        """Whether the field is there, null or not."""
+        self.read.add(name)
+        return name in self.fields
+
+    def beside(self, more: Mapping[str, Any]) -> Settings:
+        """These settings with other values of some fields."""
+        found = Settings({**self.fields, **more}, self.place)
+        found.read = self.read
+        return found
+
+    def unread(self) -> tuple[str, ...]:
+        """A remark on fields that are on and that nothing has asked for; empty where there are none."""
+        left = [name for name, x in self.fields.items() if name not in self.read | HARMLESS and x not in SWITCHED_OFF]
+        return (f"{self.place}{', '.join(left)}: not read, as nothing here is like it",) if left else ()
 
     def __getitem__(self, name: str) -> int:
         """The size in a required field."""
@@ -58,7 +105,7 @@ class Settings:
         Raises:
             ValueError: it is something else.
         """
-        value = self.fields.get(name)
+        value = self.raw(name)
         if value is None:
             return None
         self._check(name, value, kind)
@@ -92,7 +139,7 @@ class Settings:
         Raises:
             ValueError: it is something else, or of another length.
         """
-        value = self.fields.get(name)
+        value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, list | tuple):
@@ -109,7 +156,7 @@ class Settings:
         Raises:
             ValueError: it is something else.
         """
-        value = self.fields.get(name)
+        value = self.raw(name)
         if value is None:
             return []
         found = value if isinstance(value, list) else [value]
@@ -123,7 +170,7 @@ class Settings:
         Raises:
             ValueError: the field is no mapping.
         """
-        value = self.fields.get(name)
+        value = self.raw(name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{self.place}{name}: expected a mapping, got {value!r}")
         return Settings(value or {}, f"{self.place}{name}.")
@@ -134,7 +181,8 @@ class Settings:
         Raises:
             ValueError: another value, for which there is no mapping.
         """
-        value = self.fields[name] if name in self else allowed[0]
+        value = self.raw(name)
+        value = allowed[0] if value is None else value
         if value not in allowed:
             raise ValueError(f"{self.place}{name} = {value!r} is not supported (only {', '.join(map(repr, allowed))})")
 
