@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 
@@ -13,6 +13,11 @@ DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a 
 NORMS = ("before", "after", "both")
 WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
 KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
+THEIRS = {  # our field -> its name in Hugging Face's configurations
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "tie_embeddings": "tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,12 @@ class ModelConfig:
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
         self.layers()
+
+    @classmethod
+    def of_folder(cls, settings: Mapping[str, Any]) -> Self:
+        """The configuration that the fields of a `config.json` of ours hold, some of them under other names."""
+        names = {field.name: THEIRS.get(field.name, field.name) for field in fields(cls)}
+        return cls(**{ours: settings[name] for ours, name in names.items() if name in settings})
 
     @property
     def mlp_size(self) -> int:

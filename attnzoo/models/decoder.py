@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
                 cu_seqlens=cu_seqlens,
                 attention_mask=attention_mask,
                 cache=cache,
-                recompute=_recompute if again else None,
+                recompute=recomputed if again else None,
             )
             if targets is not None and not with_logits:
                 softcap, each = self.config.logit_softcap, self.chunk_loss
@@ -373,7 +373,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
-def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+def recomputed(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+    """A block's output for x, computed again in the backward pass instead of keeping its intermediate tensors."""
     context = shared_context()
     if context is not None:  # the backward pass may run in another thread, outside of the block of code
         arguments["context_fn"] = lambda: (nullcontext(), context_parallel(*context))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,24 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: 
     return F.cross_entropy(logits.to(compute_dtype(logits)), targets, ignore_index=IGNORED, reduction="sum")
 
 
+def divergence(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float | None, theirs: Tensor, *, head: Tensor,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum of the divergences KL(teacher || model) in nats of the next token, by the arguments of
+    :func:`chunk_loss` and these.
+
+    Args:
+        theirs: the teacher's x, [n, its D].
+        head: the teacher's weight, [at least vocab, its D].
+        cap: the teacher's softcap.
+    """
+    logits, wanted = F.linear(x, weight)[:, :vocab], F.linear(theirs, head)[:, :vocab]
+    wide = compute_dtype(logits)
+    ours, aims = (capped(each, by).to(wide).log_softmax(-1) for each, by in ((logits, softcap), (wanted, cap)))
+    return (F.kl_div(ours, aims, reduction="none", log_target=True).sum(-1) * (targets != IGNORED)).sum()
+
+
 def head_loss(
     x: Tensor,
     weight: Tensor,
@@ -43,6 +61,7 @@ def head_loss(
     limit: int = LOGITS,
     softcap: float | None = None,
     chunk: Callable[..., Tensor] = chunk_loss,
+    beside: Sequence[Tensor] = (),
 ) -> Tensor:
     """The mean cross-entropy in nats of the logits ``x @ weight.T`` over the targets that count.
 
@@ -56,17 +75,18 @@ def head_loss(
         targets: integers [N], -100 where a row does not count.
         limit: the most logits to hold at a time.
         softcap: see :func:`capped`.
-        chunk: :func:`chunk_loss`, or a compiled version.
+        chunk: :func:`chunk_loss`, a compiled version, or another sum over rows.
+        beside: further tensors of N rows, of which ``chunk`` gets the same rows.
     """
     targets, vocab, N = targets.long(), weight.shape[0], len(x)
     if x.is_cuda:
         weight = F.pad(weight, (0, 0, 0, -vocab % ALIGNED))
     chunks = -(-N // max(1, limit // len(weight)))
     if chunks == 1:
-        return chunk(x, weight, targets, vocab, softcap) / (targets != IGNORED).sum()
+        return chunk(x, weight, targets, vocab, softcap, *beside) / (targets != IGNORED).sum()
     rows = -(-N // chunks)
-    sums = [
-        checkpoint(chunk, x[i : i + rows], weight, targets[i : i + rows], vocab, softcap, use_reentrant=False)
-        for i in range(0, N, rows)
-    ]
+    sums = []
+    for part in (slice(i, i + rows) for i in range(0, N, rows)):
+        more = [each[part] for each in beside]
+        sums.append(checkpoint(chunk, x[part], weight, targets[part], vocab, softcap, *more, use_reentrant=False))
     return torch.stack(sums).sum() / (targets != IGNORED).sum()

@@ -56,6 +56,7 @@ class Progress:
     seconds: float = 0.0
     data_fingerprint: str = ""
     metrics: str = ""  # digest of the rows so far
+    teacher: str = ""  # digest of its weights
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:

@@ -137,6 +137,11 @@ class TrainConfig:
         seed: seed of the initial weights.
         start_from: a run, or a folder of `attnzoo export` or `attnzoo import`, whose weights the model starts from;
             weights that it lacks are initialised. None: all are initialised.
+        objective: what the loss measures: `text`, the cross-entropy; or, against a `teacher`, `align`, the relative
+            squared error of the attention outputs of the layers that differ, which alone are trained, on the teacher's
+            hidden states; or `distil`, the divergence KL(teacher || model) of the next token in nats. Held-out losses
+            are of the text.
+        teacher: a run, or a folder of `attnzoo export` or `attnzoo import`, whose model `objective` compares with.
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
@@ -171,6 +176,8 @@ class TrainConfig:
     output_dir: str = "runs/default"
     seed: int = 0
     start_from: str | None = None
+    objective: str = "text"
+    teacher: str | None = None
     steps: int = 1000
     batch_size: int = 32
     gradient_accumulation: int = 1
@@ -204,6 +211,13 @@ class TrainConfig:
         check_folder_name(self.output_dir)
         one_of(self, "mixed_precision", ["none", "bf16", "fp16", "pure_bf16"])
         one_of(self, "sharding", ["none", "fsdp"])
+        one_of(self, "objective", ["text", "align", "distil"])
+        if (self.teacher is None) != (self.objective == "text"):
+            expected = "null with objective=text" if self.teacher else f"a run or a model folder with {self.objective}"
+            raise ValueError(f"teacher: expected {expected}, got {self.teacher!r}")
+        if self.objective == "align" and (self.sharding == "fsdp" or self.forgetting.alone):
+            both = "sharding=fsdp" if self.sharding == "fsdp" else "forgetting.alone=true"
+            raise ValueError(f"objective=align trains layers one by one, beside which {both} is not served")
         if self.sharding == "fsdp" and self.mixed_precision == "fp16":
             raise ValueError("mixed_precision=fp16 scales a loss, which sharding=fsdp does not: take bf16 or none")
         if self.sharding == "fsdp" and self.mixed_precision == "pure_bf16":

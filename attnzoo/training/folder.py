@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 FREE = frozenset(
     [
         "output_dir",
+        "teacher",  # whose weights are compared
         "compile",
         "recompute",
         "context_parallel",
@@ -81,6 +82,17 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
         logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
     else:
         found = f"{run_dir} was trained on other data: {config.data.title!r} has changed since"
+        raise OtherRunError(found, "Give output_dir a new folder.")
+
+
+def check_same_teacher(run_dir: Path, config: TrainConfig, before: str, now: str) -> None:
+    """Refuse a teacher with other weights than the one that a run has learnt from so far.
+
+    Raises:
+        CheckpointError: it has changed since.
+    """
+    if before != now:
+        found = f"{run_dir} has learnt from another teacher: {config.teacher!r} has changed since"
         raise OtherRunError(found, "Give output_dir a new folder.")
 
 

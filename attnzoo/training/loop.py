@@ -29,7 +29,15 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.context import Sharing
-from attnzoo.training.folder import check_config_file, check_resumable, exclusive, is_other, make_folder, write_config
+from attnzoo.training.folder import (
+    check_config_file,
+    check_resumable,
+    check_same_teacher,
+    exclusive,
+    is_other,
+    make_folder,
+    write_config,
+)
 from attnzoo.training.forgetting import check_schedule
 from attnzoo.training.launch import waiting_for_others
 from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
@@ -39,6 +47,7 @@ from attnzoo.training.progress import Quiet, build_display
 from attnzoo.training.sharding import prepare
 from attnzoo.training.start import keep_tokenizer, start_from, weights_for
 from attnzoo.training.steps import Run
+from attnzoo.training.teacher import check_teacher, fingerprint, learn_from, load_teacher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,6 +107,9 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None and config.start_from is not None:
             start_from(model, config.start_from, config.data)
+        teacher = load_teacher(config)
+        if teacher is not None:
+            learn_from(teacher.to(accelerator.device), model, config.objective)
         if config.compile:
             torch.compiler.reset()  # compilations of an earlier run in this process count towards a limit
             for block in model.blocks:
@@ -105,9 +117,11 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             model.chunk_loss = torch.compile(model.chunk_loss)
         sharing = Sharing.of(config, accelerator, model)
         state = prepare(model, accelerator, config)
-        progress = Progress(data_fingerprint=data.fingerprint)
+        progress = Progress(data_fingerprint=data.fingerprint, teacher=fingerprint(teacher))
         if checkpoint is not None:
-            progress = replace(read_progress(checkpoint), data_fingerprint=data.fingerprint)
+            before = read_progress(checkpoint)
+            check_same_teacher(run_dir, config, before.teacher, progress.teacher)
+            progress = replace(before, data_fingerprint=data.fingerprint)
             load_state(state, checkpoint)
         accelerator.wait_for_everyone()
         if main:
@@ -141,6 +155,7 @@ def check_run(config: TrainConfig, data: Data) -> None:
     model = _checked_model(config, data)
     if check_resumable(run_dir, config, data) is None and config.start_from is not None:
         weights_for(model, config.start_from, config.data)
+    load_teacher(config)
 
 
 def _check_place(run_dir: Path, data: DataConfig) -> None:
@@ -165,6 +180,7 @@ def _checked_model(config: TrainConfig, data: Data) -> LanguageModel:
         )
     model = new_model(config)
     check_schedule(model, config)
+    check_teacher(model, config)
     return model
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,14 +100,21 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     """
     state, new, left = weights_for(model, source, data)
     model.load_state_dict(state, strict=False)
-    logger.warning(
-        "%d weights from %s; starting anew: %s; left there: %s",
-        len(state), source, _listed(new), _listed(left),
-    )  # fmt: skip
+    logger.warning("%s", transferred(state, new, left, source))
 
 
-def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The weights that :func:`start_from` copies, the names that keep initial values, and the source's unused names."""
+def transferred(state: Collection[str], new: Sequence[str], left: Sequence[str], source: str) -> str:
+    """A line about the weights that :func:`weights_for` found."""
+    return f"{len(state)} weights from {source}; starting anew: {_listed(new)}; left there: {_listed(left)}"
+
+
+def weights_for(
+    model: LanguageModel, source: str, data: DataConfig, argument: str = "start_from"
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The weights that :func:`start_from` copies, the names that keep initial values, and the source's unused names.
+
+    Messages begin with the name of the ``argument``.
+    """
     import torch
 
     from attnzoo.models.peers import Settings, Weights, check_plain, read_settings
@@ -117,17 +124,17 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
     if (folder / "config.yaml").is_file():
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
-            raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
+            raise FileNotFoundError(f"{argument}: the run in {source!r} has no checkpoint yet")
         parts = checkpoint / PARTS
         there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
         prefix, tied = "", True
     else:
-        check_ours(folder, "start_from")
+        check_ours(folder, argument)
         there, prefix = Weights.of_folder(folder), "model."
         settings = Settings(read_settings(folder))
         check_plain(there, settings)
         tied = settings.get("tie_word_embeddings", ModelConfig.tie_embeddings)
-    _check_tokenizer(folder, data)
+    _check_tokenizer(folder, data, argument)
     state, new, ours = {}, [], model.state_dict()
     once, homes = by_projection([prefix + name for name in ours]), by_projection(there.names)
     for name, tensor in ours.items():
@@ -142,19 +149,35 @@ def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[di
         state[name] = there(home)
         if state[name].shape != tensor.shape:
             raise ValueError(
-                f"start_from: {name} has the shape {list(state[name].shape)} in {source!r}, "
+                f"{argument}: {name} has the shape {list(state[name].shape)} in {source!r}, "
                 f"and {list(tensor.shape)} in this model"
             )
     if not state:
-        raise ValueError(f"start_from: {source!r} and this model have no weight in common")
+        raise ValueError(f"{argument}: {source!r} and this model have no weight in common")
     if model.config.tie_embeddings:
         if {EMBEDDING, HEAD} <= state.keys() and not torch.equal(state[EMBEDDING], state[HEAD]):
             raise ValueError(
-                f"start_from: the head of {source!r} is not its embedding, and model.tie_embeddings=true has one "
+                f"{argument}: the head of {source!r} is not its embedding, and model.tie_embeddings=true has one "
                 "matrix for both"
             )
         new = [name for name in new if name != HEAD]
     return state, new, sorted(name.removeprefix(prefix) for name in there.unread)
+
+
+def config_in(source: str, argument: str) -> ModelConfig:
+    """The model's configuration in the folder of a run or a model.
+
+    Raises:
+        FileNotFoundError: neither.
+        ValueError: another library's model; messages begin with the name of the ``argument``.
+    """
+    from attnzoo.models.peers import read_settings
+
+    folder = Path(source)
+    if (folder / "config.yaml").is_file():
+        return load_config(folder / "config.yaml").model
+    check_ours(folder, argument)
+    return ModelConfig.of_folder(read_settings(folder))
 
 
 def check_ours(folder: Path, argument: str) -> None:
@@ -170,7 +193,7 @@ def check_ours(folder: Path, argument: str) -> None:
         )
 
 
-def _check_tokenizer(folder: Path, data: DataConfig) -> None:
+def _check_tokenizer(folder: Path, data: DataConfig, argument: str) -> None:
     """Raise where the data's tokenizer differs from that of a run or a model folder, if both are known."""
     known = next((path for path in (folder / KEPT / TOKENIZER, folder / TOKENIZER) if path.is_file()), None)
     if known is not None:
@@ -189,7 +212,7 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
             if known is not None:
                 how = f"`attnzoo tokenize --tokenizer {shlex.quote(str(known.parent))}` writes"
             raise ValueError(
-                f"start_from: data.source={entry.source!r} {found}, and {str(folder)!r} has a tokenizer of its own: "
+                f"{argument}: data.source={entry.source!r} {found}, and {str(folder)!r} has a tokenizer of its own: "
                 f"{how} what it understands"
             )
 
@@ -203,6 +226,6 @@ def _vocabulary(tokenizer: Path) -> Any:
     return BYTEWISE if len(found) == BYTES else found
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The names, for a message, with all layers' numbers folded into one."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)) or "none"

@@ -69,6 +69,9 @@ PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
 MUON = ("optimizer.name=muon",)
 SHARED = ("context_parallel=2", "gradient_accumulation=4")
 PARTS = ("parts", "parts-killed", "parts-killed")
+LEARNING = ("teacher=@/one", "model.attention=[rope,mamba2]")  # @ is the folder of all runs
+ALIGNED = ("objective=align", *LEARNING, *PACKED)
+TAUGHT = ("objective=distil", *LEARNING)
 RUNS = (
     "two", "one-two", "extended", "stopped", "stopped",
     "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
@@ -77,7 +80,8 @@ RUNS = (
     "parts-whole", "|".join(["pure-two", *PURE]), "|".join(["shared", *SHARED]),
     *2 * ("|".join(["shared-killed", *SHARED]),),
     "|".join(["shared-packed", *PACKED, *SHARED]), "|".join(["shared-task", *TASK, *SHARED]),
-    "|".join(["shared-tied", FSDP, *TIED, *SHARED]),
+    "|".join(["shared-tied", FSDP, *TIED, *SHARED]), "|".join(["aligned-two", *ALIGNED]),
+    "|".join(["aligned-shared", *ALIGNED, *SHARED]), "|".join(["taught-parts", *TAUGHT, FSDP]),
 )  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def free_ports(count: int) -> str:
 def run_all(config_file: Path) -> str:
     """Every run in two processes, one run after another, and what they say."""
     (config_file.parent / "program.py").write_text(PROGRAM)
-    words = [str(config_file.parent / run) for run in RUNS]
+    words = [str(config_file.parent / run).replace("@", str(config_file.parent)) for run in RUNS]
     done = subprocess.run(
         [sys.executable, str(config_file.parent / "program.py"), str(config_file), *words],
         env={**environment(), "PORTS": free_ports(len(RUNS))},
@@ -159,9 +163,12 @@ def runs(config_file):
         "one-muon": MUON,
         "pure-one": PURE,
         "one-parts": (FSDP,),
+        "aligned-one": ALIGNED,
+        "taught-one": TAUGHT,
     }
     for name, overrides in alone.items():
-        train(load_config(config_file, [f"output_dir={folder / name}", *overrides]))
+        own = [override.replace("@", str(folder)) for override in overrides]
+        train(load_config(config_file, [f"output_dir={folder / name}", *own]))
     for name in ("extended", "one-extended"):
         shutil.copytree(folder / "one", folder / name)
     train(extend(folder / "one-extended", 9, "constant", lr=0.004, warmup_steps=2))
@@ -221,6 +228,15 @@ def test_two_processes_train_a_task_as_one_does(runs):
 )
 def test_two_processes_that_share_each_sequence_train_what_one_does(runs, run, one):
     """Packed documents, a task, a checkpoint of one process, parts of the model for each, recomputed blocks."""
+    assert numbers(runs / run) == pytest.approx(numbers(runs / one), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("run", "one"),
+    [("aligned-two", "aligned-one"), ("aligned-shared", "aligned-one"), ("taught-parts", "taught-one")],
+)
+def test_two_processes_learn_from_a_teacher_what_one_does(runs, run, one):
+    """Packed documents, layer by layer; and logits by a model of which each has a part."""
     assert numbers(runs / run) == pytest.approx(numbers(runs / one), rel=1e-4)
 
 

@@ -13,15 +13,10 @@ from attnzoo.errors import unknown
 from attnzoo.layer.build import BUILD_OPTIONS
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GATES, gate_options
-from attnzoo.models.config import ModelConfig
+from attnzoo.models.config import THEIRS, ModelConfig
 
 # names of the cache in calls and outputs: up to transformers 5.23, and from 5.24 on
 CACHE_NAMES = ("past_key_values", "cache")
-THEIRS = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "tie_embeddings": "tie_word_embeddings",
-}
 _FIELDS = {THEIRS.get(field.name, field.name): field for field in fields(ModelConfig)}
 _OF_LAYERS = BUILD_OPTIONS | {field.name for field in fields(AttentionConfig)} | {*gate_options(tuple(GATES.values()))}
 _OF_LAYERS -= {*_FIELDS, *vars(PretrainedConfig())}  # transformers 4 has a temperature in each configuration
@@ -77,7 +72,7 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         """
         try:
             _check_names({name: x for name, x in fields.items() if name not in {*_FIELDS, "layer_types"}})
-            return ModelConfig(**{field.name: fields[name] for name, field in _FIELDS.items() if name in fields})
+            return ModelConfig.of_folder(fields)
         except ValueError as error:
             name, colon, rest = str(error).partition(":")
             raise ValueError(f"config.json: {THEIRS.get(name, name)}{colon}{rest}") from error
