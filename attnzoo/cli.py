@@ -22,6 +22,7 @@ from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
 from attnzoo.trained.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
+from attnzoo.trained.conversion_command import convert
 from attnzoo.trained.serving.command import serve
 from attnzoo.verify_command import verify
 
@@ -314,7 +315,9 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     click.echo(f"report: {page}")
 
 
-for command in (verify, tokenize, corpus, export, import_, extend, generate, serve, evaluate, bench, data, experiment):
+for command in (
+    verify, tokenize, corpus, convert, export, import_, extend, generate, serve, evaluate, bench, data, experiment,
+):  # fmt: skip
     app.add_command(command)
 
 

@@ -207,7 +207,7 @@ def sweep_eps(
         with pruning(model, prune):
             losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]))
             plain = losses if plain is None else plain
-            seconds = min(_seconds(model, windows[:1, :-1]) for _ in range(repeats))
+            seconds = min(forward_seconds(model, windows[:1, :-1]) for _ in range(repeats))
             kept = 1.0 if prune is None else 1 - measure_pruning(model, windows[0, :-1], prune).share
         change, error = mean_and_error(losses - plain)
         rows.append(EpsRow(None if prune is None else prune.eps, float(losses.mean()), change, error, kept, seconds))
@@ -239,7 +239,8 @@ def _check_prunable(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _seconds(model: nn.Module, tokens: Tensor) -> float:
+def forward_seconds(model: nn.Module, tokens: Tensor) -> float:
+    """The seconds of a forward pass over tokens ``[B, T]``, without the output head."""
     device = next(model.parameters()).device
     tokens, run = tokens.to(device), getattr(model, "hidden", model)
     if device.type == "cuda":

@@ -108,6 +108,8 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     with whole_folder(folder) as part:
         model = build(peer, Weights.of_folder(source), dtype, settings)
         alone = {name: tokens if len(tokens) > 1 else next(iter(tokens), None) for name, tokens in special.items()}
+        context = {**language_model(fields), **fields}.get("max_position_embeddings")
+        alone |= {} if context is None else {"max_position_embeddings": context}
         AttnzooForCausalLM.of(model, **alone).save_pretrained(part)
         for name in TOKENIZER:
             if (source / name).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -28,13 +29,13 @@ SHORT = (
 
 def run(page: str, *overrides: str) -> list[list[str]]:
     """Every command of a page, in order, training with `overrides`; the commands as words."""
-    text = (DOCS / "tutorials" / page).read_text().replace("\\\n", " ")
+    text = (DOCS / page).read_text().replace("\\\n", " ")
     done = []
     for block in (match[2] for match in FENCE.finditer(text) if match[1] == "bash"):
         for line in block.strip().splitlines():
             words = shlex.split(line)
             assert words[0] == "attnzoo"
-            more = overrides if words[1] == "train" else ()
+            more = overrides if words[1] in ("train", "convert") else ()
             given = {word.partition("=")[0]: word for word in (*words[1:], *more)}  # ours in place of the page's
             ran = CliRunner().invoke(app, [*given.values()], catch_exceptions=False)
             assert ran.exit_code == 0, ran.output
@@ -51,7 +52,7 @@ def write_texts() -> None:
 def test_from_text_to_a_model_that_writes_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_texts()
-    commands = run("train_and_export.md", *SIZES, *SHORT)
+    commands = run("tutorials/train_and_export.md", *SIZES, *SHORT)
     assert [words[1] for words in commands] == ["tokenize", "train", "export"]
     page = (DOCS / "tutorials" / "train_and_export.md").read_text()
     (code,) = re.findall(r"`write\.py`.*?```python\n(.*?)```", page, flags=re.DOTALL)
@@ -61,18 +62,35 @@ def test_from_text_to_a_model_that_writes_in_a_process_of_its_own(tmp_path, monk
     assert ran.stdout.startswith("3 and 4")
 
 
-def test_from_a_llama_to_a_fox(tmp_path, monkeypatch):
+def write_llama() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from attnzoo.data.bpe import train_bpe
     from attnzoo.data.tokenizer import tokenizer_files
 
-    monkeypatch.chdir(tmp_path)
-    write_texts()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=280, eos_token_id=0)).save_pretrained("llama")
     for name, content in tokenizer_files(train_bpe(["a and b make c.\n"], 270)).items():
         Path("llama", name).write_bytes(content)
-    commands = run("llama_to_fox.md", *SHORT)
+
+
+def test_from_a_llama_to_a_fox(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_texts()
+    write_llama()
+    commands = run("tutorials/llama_to_fox.md", *SHORT)
     assert [words[1] for words in commands] == ["import", "tokenize", "train", "train", "export"]
     assert {path.name for path in Path("models/fox").iterdir()} >= {"model.safetensors", "tokenizer.json"}
+
+
+def test_from_a_llama_to_a_fox_layer_by_layer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_texts()
+    write_llama()
+    commands = run("how-to/convert.md", *SHORT)
+    assert [words[1] for words in commands] == [
+        "import", "tokenize", "convert", "train", "train", "train", "evaluate", "export", "convert", "convert",
+    ]  # fmt: skip
+    settings = json.loads(Path("models/fox/config.json").read_text())
+    assert settings["attention"] == "fox_rope"
+    assert settings["attention_options"]["gate_bias"] == 9.704  # of Llama's 2048 tokens

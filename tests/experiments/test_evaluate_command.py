@@ -143,7 +143,7 @@ def test_every_evaluation_gives_a_table_a_file_and_a_picture(run, tmp_path):
         assert root.tag.endswith("svg")
     assert "given up" in (tmp_path / "memory-halvings=2-piece=20-length=160.html").read_text()
     assert not (run / "evaluations").exists()
-    assert {*SMALL, "lengths", "harness"} == set(EVALUATIONS)
+    assert {*SMALL, "lengths", "harness", "conversion"} == set(EVALUATIONS)
 
 
 def test_loss_is_of_the_text_that_the_run_held_out(run):

@@ -39,6 +39,7 @@ from attnzoo.evaluation import (
     text_needle,
 )
 from attnzoo.experiments.evaluate.answers import task_for
+from attnzoo.experiments.evaluate.conversion import Conversion, measure_conversion
 from attnzoo.experiments.evaluate.forgetting import MemoryCurves, measure_memory
 from attnzoo.trained.model import TrainedModel, held_out_text, load_trained
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
@@ -298,6 +299,18 @@ def memory(
     words = [subject.decode([token]) for token in text.tolist()]
     windows = windows.to(next(subject.model.parameters()).device)
     return measure_memory(subject.model, windows, text, words, halvings, rule)
+
+
+def conversion(subject: TrainedModel, common: Common, *, original: str, tokens: int = 16384) -> Conversion:
+    """Loss, L(i), pruned share and speed beside those of the model that this one was converted from.
+
+    Args:
+        original: that model, a run or a folder.
+        tokens: held-out, in all windows.
+    """
+    weight = next(subject.model.parameters())
+    before = load_trained(Path(original), str(weight.device), weight.dtype)
+    return measure_conversion(before, subject, _windows(subject, common, 1, tokens))
 
 
 def harness(

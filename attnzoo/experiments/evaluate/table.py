@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from attnzoo.data.tasks import TASKS, is_task
 from attnzoo.errors import check_kinds, unknown
-from attnzoo.experiments.evaluate import forgetting, lines, measures, pictures
+from attnzoo.experiments.evaluate import conversion, forgetting, lines, measures, pictures
 from attnzoo.experiments.evaluate.measures import Common
 from attnzoo.trained.model import TrainedModel
 
@@ -65,6 +65,7 @@ EVALUATIONS: dict[str, Evaluation] = {
     "context": Evaluation(measures.context, ("length", "text"), lines.context, pictures.context),
     "maps": Evaluation(measures.maps, ("text",), lines.maps, pictures.maps),
     "memory": Evaluation(measures.memory, ("length", "text"), forgetting.lines, forgetting.picture, forgetting.page),
+    "conversion": Evaluation(measures.conversion, ("length", "text"), conversion.lines, None),
     "harness": Evaluation(measures.harness, ("length",), lines.harness, None),
 }
 

@@ -6,6 +6,8 @@ A gate holds the angle of each token; forms sum them to phases in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,10 @@ class Mamba3Decay(StepSize):
             raise ValueError(f"trapezoid: expected False with num_kv_heads = {sizes.num_kv_heads}, got True")
         self.trap_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=None) if trapezoid else None
         self.reset_parameters()
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dt_min": 1 / (tokens * math.log(2)), "dt_max": 1 / (tokens * math.log(2))}
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)

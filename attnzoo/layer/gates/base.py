@@ -8,8 +8,10 @@ any other that provides the same parts can replace it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -51,6 +53,16 @@ class GateProjection(PreciseModule):
         super().__init__()
         self.sizes = sizes
 
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with which decays begin by falling to 1/e in so many tokens; none where no option says it.
+
+        Args:
+            tokens: of that fall, where the projection's weights are 0.
+            options: other options of the projection, where they are given.
+        """
+        return {}
+
     def reset_parameters(self) -> None:
         """Initialise the weights as the projection's paper does."""
         for part in self.children():
@@ -78,3 +90,8 @@ class GateProjection(PreciseModule):
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         """The core's keys, ``[B, T, G, K]``: k itself, unless the gate makes them."""
         return k
+
+
+def bias_reaching(tokens: float) -> float:
+    """The logit, to three digits, of a gate that falls to 1/e in so many tokens."""
+    return round(-math.log(math.expm1(1 / tokens)), 3)

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
@@ -29,6 +31,10 @@ class FullRankDiagonal(GateProjection):
         super().__init__(sizes)
         self.channel_proj = GateAffine(sizes.hidden_size, sizes.num_heads * sizes.head_dim, bias=channel_bias)
         self.reset_parameters()
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"channel_bias": bias_reaching(tokens)}
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.channel_proj(x)))

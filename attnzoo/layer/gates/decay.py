@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import has_values
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
@@ -86,6 +87,10 @@ class ForgetGate(GateProjection):
         self.forget_proj = GateAffine(sizes.hidden_size, sizes.num_heads, bias=gate_bias)
         self.reset_parameters()
 
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"gate_bias": bias_reaching(tokens)}
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         g = F.logsigmoid(wide(self.forget_proj(x)))
         return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
@@ -114,6 +119,10 @@ class IndependentForgetGate(GateProjection):
         self.t_min, self.t_max = t_min, t_max
         self.keep("forget_bias", torch.empty(sizes.num_heads), trainable=self.trainable)
         self.reset_parameters()
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"t_min": tokens, "t_max": tokens}
 
     def reset_parameters(self) -> None:
         lengths = torch.linspace(math.log(self.t_min), math.log(self.t_max), self.sizes.num_heads).exp()
@@ -182,6 +191,10 @@ class SoftplusDecay(StepSize):
         self.a_max = a_max
         self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
         self.reset_parameters()
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dt_min": 1 / tokens, "dt_max": 1 / tokens, "a_max": 1.0}
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import ShortConvolution, l2_normalize
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
@@ -40,6 +43,10 @@ class LowRankDiagonal(GateProjection):
         self.down = None if gate_rank is None else GateAffine(sizes.hidden_size, gate_rank, bias=None)
         self.up = GateAffine(gate_rank or sizes.hidden_size, sizes.num_heads * sizes.head_dim, bias=gate_bias)
         self.reset_parameters()
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"gate_bias": bias_reaching(tokens / options.get("temperature", 16.0))}
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.up(x if self.down is None else self.down(x)))) / self.temperature
