@@ -153,6 +153,36 @@ class Below:
 
 
 @dataclass(frozen=True)
+class Closed:
+    """The claim that runs close more than a share of the gap from one value to another, seed by seed.
+
+    Args:
+        value: of the runs that close it.
+        gap: the value with the whole gap, and the one without any.
+        share: of the gap.
+    """
+
+    value: Value
+    gap: tuple[Value, Value]
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), Closed.__annotations__)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (self.value, *self.gap)
+
+    def judge(self, of: Values) -> Verdict:
+        now, start, end = (of(value) for value in self.values)
+        closed = 1 - mean_error(now - end)[0] / mean_error(start - end)[0]
+        what = (
+            f"{self.value}: {with_error(now)}, between {with_error(start)} and {with_error(end)}, {closed:.0%} closed"
+        )
+        return _decide(what, *mean_error((1 - self.share) * (start - end) - (now - end)))
+
+
+@dataclass(frozen=True)
 class All:
     """The conjunction of several claims: seen if all are seen, not seen if one is not."""
 
@@ -272,6 +302,8 @@ def power(claim: Claim, seeds: int) -> list[str]:
     """The power of a claim's tests with ``seeds`` seeds, by simulation, in words: a line for each kind of test."""
     if isinstance(claim, All):
         return list(dict.fromkeys(line for each in claim.claims for line in power(each, seeds)))
+    if isinstance(claim, Closed):
+        return power(Below(claim.value, claim.gap[0], paired=True), seeds)
     if isinstance(claim, Correlated):
         parts = claim.parts or tuple((str(n),) for n in range(len(claim.pairs)))
         shares = " and ".join(f"{true:g} in {100 * correlation_seen(parts, true):.0f}" for true in (0.8, 0.9))

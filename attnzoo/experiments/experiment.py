@@ -31,6 +31,7 @@ class Arm:
         settings: `key=value` of the training, which override the size's.
         lrs: the learning rates to try, where they are not the size's.
         after: an earlier arm with one learning rate, from whose run with the same seed its weights start.
+        teacher: an arm that it comes after, directly or not, whose run with the same seed is its `teacher`.
         at: size -> options of its layers at that size, which override ``options``.
     """
 
@@ -41,6 +42,7 @@ class Arm:
     lrs: tuple[float, ...] = ()
     after: str = ""
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    teacher: str = ""
 
     def options_at(self, size: str) -> dict[str, Any]:
         """The options of its layers at a size."""
@@ -223,6 +225,8 @@ class Experiment:
         for number, arm in enumerate(self.arms):
             if arm.after and arm.after not in self.arm_names[:number]:
                 raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
+            if arm.teacher and arm.teacher not in (before := self.before(arm)):
+                raise unknown("teacher", arm.teacher, before, of=f"the arm {arm.name!r}")
         for each in self.measured:
             for name in each.lacks:
                 if name not in self.arm_names:
@@ -262,6 +266,10 @@ class Experiment:
         """The arm of that name."""
         return self.arms[self.arm_names.index(name)]
 
+    def before(self, arm: Arm) -> list[str]:
+        """The names of the arms that one comes after, the nearest first."""
+        return [arm.after, *self.before(self.arm(arm.after))] if arm.after else []
+
     def judged(self, size: str) -> list[Expectation]:
         """The expectations that can be judged at a size."""
         return [expectation for expectation in self.expectations if size in (expectation.sizes or [size])]
@@ -277,6 +285,7 @@ def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
     given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options_at(size)}.items()]
     rates = [f"learning rates {', '.join(map(rate_in_words, arm.lrs))}"] if arm.lrs else []
     after = [f"from the weights of {arm.after}"] if arm.after else []
+    after += [f"with the teacher {arm.teacher}"] if arm.teacher else []
     others = {} if size else arm.at
     elsewhere = [f"at size {name} {key}={value}" for name, own in others.items() for key, value in own.items()]
     return ", ".join([str(arm.variant), *given, *arm.settings, *rates, *after, *elsewhere])

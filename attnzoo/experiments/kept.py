@@ -85,7 +85,7 @@ def place(
 ) -> tuple[Path, str]:
     """The folder of a run, and the key of its settings and probes."""
     config = plan.config(experiment, arm, lr, seed, tries)
-    key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
+    key = _key(config, experiment, find_size(experiment, plan.size), arm)
     if arm.after:
         before, key_before = place_before(plan, experiment, arm, seed)
         key += key_before + weights_measured(before, key_before)
@@ -126,12 +126,13 @@ def _kept(folder: Path, key: str) -> dict[str, Any]:
         return {}
 
 
-def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) -> str:
+def _key(config: TrainConfig, experiment: Experiment, size: Size, arm: Arm) -> str:
     """A digest of a run's settings, text and probes, without folders.
 
     The text is in it, as one source may hold other text on another machine.
     """
-    config = replace(config, output_dir="-", start_from=after or config.start_from)
+    start, teacher = arm.after or config.start_from, arm.teacher or config.teacher
+    config = replace(config, output_dir="-", start_from=start, teacher=teacher)
     text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
     text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
     return hashlib.sha256(text.encode()).hexdigest()

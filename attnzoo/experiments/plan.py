@@ -63,7 +63,7 @@ class Schedule:
         shorter = size.tries if tries else ()
         given += shorter
         settings = read_settings([*ALWAYS, *given])
-        own = (*OWN, "start_from") if arm.after else OWN
+        own = (*OWN, *(["start_from"] if arm.after else []), *(["teacher"] if arm.teacher else []))
         for key in (key for key in own if key != "model.attention_options" and names_key(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings |= {"device": self.device, "seed": seed}
@@ -81,6 +81,9 @@ class Schedule:
                     f"after: expected an arm with one learning rate, got {before.name!r} with {len(rates)}"
                 )
             settings["start_from"] = self._folder(before, rates[0], seed)
+        if arm.teacher:
+            teacher = experiment.arm(arm.teacher)
+            settings["teacher"] = self._folder(teacher, self.grid(experiment, teacher)[0], seed)
         config = load_config(settings, self.overrides)
         overrides = read_settings(self.overrides)
         for key in (key for key in own if names_key(overrides, key)):

@@ -28,6 +28,7 @@ QUESTIONS = {
     "Recall": ("recall", "forgetting_recall", "induction", "needle"),
     "Length": ("length",),
     "The tables of FoX's papers": ("fox_components", "fox_gates", "acp_throughput"),
+    "Changing a trained model": ("convert",),
     "Learnt forgetting": ("learned_forgetting", "needle_memory", "forgetting_text", "forgetting_ablations"),
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Correlated, Value, in_order, power
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Closed, Correlated, Value, in_order, power
 from attnzoo.experiments.statistics import tail
 
 A, B = Value("a", "p"), Value("b", "p")
@@ -64,6 +64,22 @@ def test_limit_is_tested_by_the_t_of_one_sample(kind, sign):
     values = np.array([0.1, 0.4, 0.25, 0.31])
     t = (values.mean() - 0.3) / (values.std(ddof=1) / 2)
     assert kind(A, 0.3).judge(lambda value: values).why.endswith(f"; p = {tail(sign * t, 3):.2g}")
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [([1.2, 1.31, 1.26], "seen"), ([1.9, 2.01, 1.96], "not seen"), ([1.2, 2.4, 1.5], "undecided")],
+)
+def test_a_gap_is_closed_by_more_than_a_share_seed_by_seed(now, expected):
+    """Of a gap from 2.1 to 1.1, 2.2 to 1.2 and 2.15 to 1.15; the spread of the seeds is in all three alike."""
+    claim = Closed(A, (B, Value("c", "p")))
+    values = {"a": now, "b": [2.1, 2.2, 2.15], "c": [1.1, 1.2, 1.15]}
+    assert word(claim, **values) == expected
+    assert power(claim, 3) == power(Below(A, B, paired=True), 3)
+    if expected == "seen":
+        why = claim.judge(lambda value: np.array(values[value.arm])).why
+        assert "89% closed" in why
+        assert word(Closed(A, claim.gap, 0.95), **values) == "not seen"
 
 
 def test_equal_values_have_no_error():

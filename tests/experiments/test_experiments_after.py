@@ -86,6 +86,21 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
         plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
 
 
+def test_arm_learns_from_the_run_of_the_same_seed_of_one_that_it_comes_after(chained):
+    experiment, plan = find(chained), Schedule(chained, "cpu", Path("out"), 2, device="cpu")
+    taught = replace(
+        experiment.arm("on"), name="taught", after="on", teacher="none, one head",
+        settings=("model.num_heads=1", "objective=distil"),
+    )  # fmt: skip
+    chain = replace(experiment, arms=(*experiment.arms, taught))
+    config = plan.config(chain, taught, 1e-12, 1)
+    assert (config.objective, config.teacher) == ("distil", "out/none-one-head/lr0.1-seed1")
+    elsewhere = replace(plan, out=Path("other"))
+    assert kept.place(elsewhere, chain, taught, 1e-12, 1)[1] == kept.place(plan, chain, taught, 1e-12, 1)[1]
+    with pytest.raises(ValueError, match="unknown teacher 'fox' of the arm 'taught': expected one of on, none, one"):
+        replace(experiment, arms=(*experiment.arms, replace(taught, teacher="fox")))
+
+
 def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_them(chained, monkeypatch):
     plan, base = Schedule(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
     run_arm(plan, base)
