@@ -3,7 +3,8 @@
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
 it makes a table of all types to look up one; for every value it makes the type and the shape anew; it compares types
-of operands that are one object; and at each operation it finds anew what the types of its operands say of the result.
+of operands that are one object; at each operation it finds anew what the types of its operands say of the result; and
+it scans element by element.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def quicken() -> None:
 
     needed = (
         "_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "interpreter_semantic",
-        "tl", "TritonSemantic",
+        "tl", "TritonSemantic", "ScanOps",
     )  # fmt: skip
     if not all(hasattr(interpreter, name) for name in needed):
         return
@@ -34,6 +35,7 @@ def quicken() -> None:
 
     spread_truths(interpreter)
     call_at_once(interpreter)
+    scan_at_once(interpreter)
     keep_types(tl.core)
     skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
@@ -154,6 +156,27 @@ def spread_truths(interpreter: Any) -> None:
         return interpreter.TensorHandle(numpy.full(ret_ty.shape, arg.data.flat[0]), tl.int1)
 
     builder.create_splat = splat
+
+
+def scan_at_once(interpreter: Any) -> None:
+    """A scan joins whole blocks, with themselves from one, two, four, ... places before, as GPUs do."""
+    numpy = interpreter.np
+
+    def scan(self: Any, values: Any) -> Any:
+        shape, step = values[0].handle.data.shape, 1
+        place = numpy.arange(shape[self.axis]).reshape([-1 if d == self.axis else 1 for d in range(len(shape))])
+        while step < shape[self.axis]:
+            before = [self.to_tensor(numpy.roll(x.handle.data, step, self.axis), x.dtype) for x in values]
+            with numpy.errstate(all="ignore"):  # of the first places, which keep what they have
+                joined = self.combine_fn.fn(*before, *values)
+            values = [
+                self.to_tensor(numpy.where(place < step, x.handle.data, y.handle.data), x.dtype)
+                for x, y in zip(values, joined if isinstance(joined, tuple) else (joined,), strict=True)
+            ]
+            step *= 2
+        return values
+
+    interpreter.ScanOps.generic_scan = scan
 
 
 def keep_types(core: Any) -> None:
