@@ -62,17 +62,22 @@ def correlation(one: Array, other: Array, parts: Parts = ()) -> tuple[float, flo
     """
     has = incidence(parts or [[str(n)] for n in range(one.size)])
     given = np.linalg.lstsq(has, other, rcond=None)[0]
-    orders = given[np.array(list(permutations(range(given.size))))]
-    dealt = orders @ has.T + (other - has @ given)
+    dealt = given[_orders(given.size)] @ has.T + (other - has @ given)
     r, every = _pearson(one, other[None])[0], _pearson(one, dealt)
     return float(r), float((every >= r - 1e-12).mean())
 
 
+@functools.cache
+def _orders(count: int) -> npt.NDArray[np.int64]:
+    """Every order of so many parts, a row each."""
+    return np.array(list(permutations(range(count))))
+
+
 def _pearson(one: Array, others: Array) -> Array:
-    """Pearson's r of ``one`` with each row of ``others``; 0 for a constant row."""
-    a, b = one - one.mean(), others - others.mean(1, keepdims=True)
-    size = np.sqrt((a @ a) * (b * b).sum(1))
-    return np.asarray(np.divide(b @ a, size, out=np.zeros_like(size), where=size > 1e-300))
+    """Pearson's r of ``one``, or of its rows, with the rows of ``others``; 0 for a constant row."""
+    a, b = (x - x.mean(-1, keepdims=True) for x in (one, others))
+    size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    return np.asarray(np.divide((a * b).sum(-1), size, out=np.zeros_like(size), where=size > 1e-300))
 
 
 def incidence(parts: Parts) -> Array:
@@ -113,15 +118,17 @@ def drawn_anew(one: Array, other: Array, draws: int = DRAWS) -> tuple[float, flo
         other: on the other side.
         draws: number of bootstrap draws.
     """
-    rng, found = np.random.default_rng(0), []
-    for _ in range(draws):
-        stretches = rng.integers(one.shape[2], size=one.shape[2])
-        gains = []
-        for losses in (one, other):
-            seeds = rng.integers(losses.shape[1], size=losses.shape[:2])
-            means = np.take_along_axis(losses, seeds[..., None], 1)[..., stretches].mean((1, 2))
-            gains.append(means[0] - means[1:])
-        found.append(_pearson(gains[0], gains[1][None])[0])
+    rng, stretches = np.random.default_rng(0), np.arange(one.shape[2])
+    sizes = (stretches.shape, one.shape[:2], other.shape[:2])
+    many = zip(*([rng.integers(size[-1], size=size) for size in sizes] for _ in range(draws)), strict=True)
+    drawn, *seeds = (np.array(each) for each in many)
+    shares = (drawn[..., None] == stretches).mean(1)  # [draws, stretches]
+    gains = []
+    for losses, chosen in zip((one, other), seeds, strict=True):
+        weights = (chosen[..., None] == np.arange(losses.shape[1])).mean(2)  # [draws, 1 + pairs, seeds]
+        means = np.einsum("dms,mst,dt->dm", weights, losses, shares, optimize=True)
+        gains.append(means[:, :1] - means[:, 1:])
+    found = _pearson(*gains)
     low, high = np.percentile(found, [2.5, 97.5])
     return float(low), float(high)
 
