@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from attnzoo.registry import get
 from attnzoo.testing.case import Case
-from attnzoo.testing.laws import LAWS, Trial, law_of
+from attnzoo.testing.laws import LAWS, Errors, Trial, law_of
 from attnzoo.testing.strategies import cases
 
 PROFILES = {"quick": 10, "thorough": 200}  # examples of each law
@@ -36,6 +36,11 @@ def check(law: str, case: Case, file: str | Path | None = None) -> dict[str, flo
         BrokenLawError: it does not hold.
         ValueError: no such law or variant.
     """
+    return {form: max(each.values(), default=0.0) for form, each in measured(law, case).items()}
+
+
+def measured(law: str, case: Case) -> Errors:
+    """The errors of each form by what they are of, where none breaks the law; else as :func:`check`."""
     known = law_of(law)
     try:
         errors = known.measure(case)
@@ -50,7 +55,7 @@ def check(law: str, case: Case, file: str | Path | None = None) -> dict[str, flo
     ]
     if wrong:
         raise BrokenLawError(_told(law, case, f"{'; '.join(wrong)} (allowed {known.budget:g})"))
-    return {form: max(each.values(), default=0.0) for form, each in errors.items()}
+    return errors
 
 
 def _told(law: str, case: Case, said: str) -> str:
