@@ -154,17 +154,17 @@ class Of:
 """
     text = Path(done).read_text().replace("    probes=(", "    probes=(Count(1), Of(), ")
     Path(done).write_text(text.replace("EXPERIMENT =", f"from dataclasses import dataclass\n{probes}EXPERIMENT ="))
-    start(done)
+    arm = "none, one head"  # which has one learning rate
+    start(done, only=[arm])
     outcome = load_outcome(Path("out/result.json"))
-    for arm in ("fox", "none, one head"):
-        assert outcome.values(Value(arm, "count")).tolist() == [1.0, 1.0]
-        assert outcome.values(Value(arm, "of")).tolist() == [3.0, 3.0]
+    assert outcome.values(Value(arm, "count")).tolist() == [1.0, 1.0]
+    assert outcome.values(Value(arm, "of")).tolist() == [3.0, 3.0]
     with monkeypatch.context() as patch:
         patch.setattr(running, "load_run", None)  # nothing is measured again
-        start(done)
+        start(done, only=[arm])
     Path(done).write_text(Path(done).read_text().replace("Count(1)", "Count(2)"))
-    start(done)
-    assert load_outcome(Path("out/result.json")).values(Value("fox", "count")).tolist() == [2.0, 2.0]
+    start(done, only=[arm])
+    assert load_outcome(Path("out/result.json")).values(Value(arm, "count")).tolist() == [2.0, 2.0]
 
 
 def test_experiment_that_is_not_finished_says_what_is_missing(done):

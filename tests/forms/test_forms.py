@@ -42,10 +42,19 @@ def test_forms_equal_oracle(name: str, data: st.DataObject) -> None:
 
 
 # around the real block sizes: chunks of 64, rows of 128 and of 512
+AROUND: tuple[tuple[int, Regime], ...] = (
+    (63, "mixed"), (64, "open"), (65, "closing"), (128, "open"), (129, "mixed"), (130, "closed"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("T", "regime"), [(63, "mixed"), (64, "open"), (65, "closing"), (128, "open"), (129, "mixed"), (130, "closed")]
+    ("name", "T", "regime"),
+    [
+        (name, *around)
+        for number, name in enumerate(list_variants())
+        for around in in_long(AROUND[number % 2 :: 2], AROUND)  # neighbours in the list take turns
+    ],
 )
-@pytest.mark.parametrize("name", list_variants())
 def test_forms_equal_oracle_around_block_sizes(name: str, regime: Regime, T: int) -> None:
     check("oracle", Case(name, B=1, T=T, H=2, G=1, K=4, V=3, regime=regime, seed=T))
 

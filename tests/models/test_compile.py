@@ -53,9 +53,18 @@ def assert_compiles(attention, backend, lengths, dynamic=None, device="cpu", rto
             assert (got - want).norm() <= rtol * want.norm() + 1e-6
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What Dynamo warns of: of every ``functools.cache`` that it meets."""
+    said = []
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once", lambda message, *rest: said.append(message))
+    return said
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_compiles_whole(name):
+def test_a_model_compiles_whole_and_compiling_says_nothing(name, said):
     assert_compiles(MODELS[name], "eager", [5])
+    assert not said
 
 
 def test_the_hugging_face_class_compiles_whole_without_a_cache():
@@ -148,12 +157,7 @@ def test_kernels_serve_lengths_that_vary_with_one_graph(name):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_compiling_says_nothing(monkeypatch):
-    """Dynamo warns of every ``functools.cache`` that it meets: of ours it meets none."""
-    said = []
-    monkeypatch.setattr(torch._dynamo.utils, "warn_once", lambda message, *rest: said.append(message))
-    for attention in MODELS.values():
-        assert_compiles(attention, "eager", [5])
+def test_what_is_known_of_a_machine_is_in_the_graph_and_compiling_says_nothing(said):
     torch._dynamo.reset()
     there = torch.compile(
         lambda x: (machine(x.device), multiprocessors(x.device), fla._broken()),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers import layer, rows
+from thinning import in_long
 
 from attnzoo.algebra.gate import CLOSED, is_closed
 from attnzoo.layer import modules
@@ -30,9 +31,9 @@ def test_blocks_of_rows_compile_for_lengths_that_vary():
 
 @pytest.mark.parametrize("name", ["nope", "fox", "path", "wall"])
 def test_small_blocks_of_rows_compile_for_lengths_that_vary(name):
-    """Of four tokens, so that few tokens make as many blocks as hundreds do."""
+    """Of four tokens, so that few tokens make as many blocks as hundreds do: three, and in the long profile two too."""
     with block_sizes(4):
-        assert_compiles_for([5, 9], layer(name), "eager")
+        assert_compiles_for(in_long([9, 11], [5, 9, 11]), layer(name), "eager")
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "gated_gla"])
@@ -44,7 +45,7 @@ def test_derivatives_compile_without_machine_code(name):
 def test_blocks_that_are_computed_again_compile_for_lengths_that_vary():
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 20, "intermediate_size": 16}
+    sizes = {"hidden_size": 16, "num_layers": in_long(1, 2), "num_heads": 2, "vocab_size": 20, "intermediate_size": 16}
     model = LanguageModel(ModelConfig(attention="deltanet", **sizes))
     model.recompute = True
     compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
