@@ -22,6 +22,12 @@ LAYERS = {name: {"attention": name} for name in list_variants()} | {
     "mamba2-groups": {"attention": "mamba2", "attention_options": {"num_qk_heads": 1, "skip": True, "conv_size": 4}},
     "retnet-rotary": {"attention": "retnet", "attention_options": {"rotary": 10000.0}},
     "hgrn2": {"attention": "gla", "attention_options": {"block": "hgrn2"}},
+    "trapezoid-latent": {
+        "attention": [
+            {"name": "mamba3", "options": {"head_dim": 8, "trapezoid": True, "qk_bias": True}},
+            {"name": "rope", "options": {"kv_rank": 12, "shared_key_dim": 4, "rotated": 4}},
+        ],
+    },
 }
 LENGTHS = (3, 11, 1, 6)
 

@@ -403,6 +403,15 @@ def test_the_older_name_of_mamba_2s_embedding_is_known(tokens):
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
+def test_names_and_masks_of_gpt_2s_first_files_are_known(tokens):
+    theirs = peer(*CASES["gpt2"])
+    state = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    del state["lm_head.weight"]
+    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
 def test_what_differs_on_purpose_is_a_line_of_the_log(caplog):
     from_peer(peer("Llama", {}))
     assert not caplog.records
