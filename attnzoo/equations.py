@@ -156,8 +156,9 @@ def _layer(variant: Variant) -> Iterator[str]:
     gate = settings.pop("gate", "none")
     for name, cls in zip(gate if isinstance(gate, list | tuple) else [gate], gate_classes(gate), strict=True):
         if cls.provides:
-            told = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "")
-            yield f"gate={repr(name) if isinstance(name, str) else cls.__name__}: {' '.join(told.split())}"
+            told = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0].replace("``", "")
+            said = " ".join(told.split()) or f"gives {', '.join(cls.provides)}"
+            yield f"gate={repr(name) if isinstance(name, str) else cls.__name__}: {said}"
     if settings:
         yield ", ".join(f"{key}={value!r}" for key, value in settings.items())
     elif gate == "none":

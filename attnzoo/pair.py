@@ -85,6 +85,12 @@ def check_pair(pair: Pair) -> None:
             raise ValueError(f"pair.{side}_module: expected none beside a transition, got {module!r}")
     if not isinstance(pair.transition, Transition | None):
         raise TypeError(f"pair.transition: expected an object of a class Transition, got {pair.transition!r}")
+    known = [PARTS[part] for part in getattr(pair.transition, "parts", ()) if part in PARTS]
+    still = [part.symbol for part in known if not (part.carries or part.decays)]
+    if still:
+        raise ValueError(
+            f"pair.transition: expected gate parts that are factors of R_t (GatePart.matrix), got {still[0]}"
+        )
     if pair.linear == pair.softmax:
         raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):

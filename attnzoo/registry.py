@@ -242,12 +242,15 @@ def register_part(name: str, part: GatePart, factor: Transition | None = None) -
 
     Raises:
         TypeError: not a :class:`~attnzoo.algebra.gate.GatePart`, or a factor that is no transition.
-        ValueError: a name that is taken or no identifier, or a factor that does not read the part.
+        ValueError: a name that is taken or no identifier, a factor that does not read the part, or a part that has one
+            and says no matrix.
     """
     if factor is not None and not isinstance(factor, Transition):
         raise TypeError(f"factor: expected an object of a class Transition, got {factor!r}")
     if factor is not None and name not in factor.parts:
         raise ValueError(f"factor: expected one whose parts have {name!r}, got {', '.join(factor.parts) or 'none'}")
+    if factor is not None and isinstance(part, GatePart) and not part.carries:
+        raise ValueError(f"part.matrix: expected the matrix of {name}'s factor of R_t, got None")
     declare(name, part)
     if factor is not None:
         importlib.import_module("attnzoo.recurrences.products").FACTORS.append(factor)

@@ -134,7 +134,7 @@ class Gate(GateParts):
         """
         B, T, H, K = q.shape
         gate = self.per_token(q).map(Tensor.double)
-        matrices = [cast(Callable[..., Tensor], PARTS[name].matrix)(gate, H) for name in factors_in(gate.parts)]
+        matrices = [cast(Callable[..., Tensor], PARTS[name].matrix)(gate, q) for name in factors_in(gate.parts)]
         eye = torch.eye(K, dtype=torch.float64, device=q.device)
         return self.decay(q), reduce(torch.matmul, matrices, eye).expand(B, T, H, K, K)
 
@@ -173,8 +173,9 @@ class GatePart:
         refuse: a function of the part and its gate that says what is wrong with the part's values, or "".
         sample: a function of random draws and a shape that returns a random part.
         tex: the symbol in TeX, without its token.
-        matrix: the factor of R_t, ``[B, T, H, K, K]``, from a float64 gate per token and H; factors are multiplied in
-            the order of :data:`PARTS`. None where the part is not a factor of its own.
+        matrix: the factor of R_t, ``[B, T, H, K, K]``, from a float64 gate per token and q, of which only the shape and
+            the device count; factors are multiplied in the order of :data:`PARTS`. None where the part is not a factor
+            of its own.
         factor: that factor in symbols, in ASCII.
         letter: the factor's letter on the documentation page of products.
         of: the part whose factor this one belongs to, and without which it has no effect; with a ``matrix`` of its own
@@ -196,7 +197,7 @@ class GatePart:
     sample: Callable[[Draws, tuple[int, ...]], Tensor]
     _: KW_ONLY
     tex: str
-    matrix: Callable[[Gate, int], Tensor] | None = None
+    matrix: Callable[[Gate, Tensor], Tensor] | None = None
     factor: str = ""
     letter: str = ""
     of: str = ""
@@ -288,18 +289,19 @@ def _sample_beta(draws: Draws, shape: tuple[int, ...]) -> Tensor:
     return beta
 
 
-def _decay_matrix(gate: Gate, heads: int) -> Tensor:
+def _decay_matrix(gate: Gate, q: Tensor) -> Tensor:
     return torch.diag_embed(cast(Tensor, gate.log_diag).exp())
 
 
-def _rotation_matrix(gate: Gate, heads: int) -> Tensor:
+def _rotation_matrix(gate: Gate, q: Tensor) -> Tensor:
     angle = cast(Tensor, gate.angle)
     cos, sin = angle.cos().repeat_interleave(2, -1), angle.sin()
     off_diagonal = torch.stack([sin, torch.zeros_like(sin)], -1).flatten(-2)[..., :-1]
     return torch.diag_embed(cos) - torch.diag_embed(off_diagonal, 1) + torch.diag_embed(off_diagonal, -1)
 
 
-def _householder_matrix(gate: Gate, heads: int) -> Tensor:
+def _householder_matrix(gate: Gate, q: Tensor) -> Tensor:
+    heads = q.shape[2]
     w = expand_heads(cast(Tensor, gate.w), heads)
     eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
     if gate.beta is None:

@@ -275,7 +275,8 @@ class SoftmaxForms(Forms):
             None if band is None else band.hidden(P, P + C, first), given,
         )  # fmt: skip
         o, lse = readout(logits, v[:, :, first:], given)
-        carried = self.transition.carry(cast(Tensor, block.total), carried)
+        if P:
+            carried = self.transition.carry(cast(Tensor, block.total), carried)
         return o, lse, torch.cat([carried, block.k.mT], -1)
 
 

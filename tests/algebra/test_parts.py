@@ -48,7 +48,7 @@ def shrink() -> Iterator[GatePart]:
     """A declared part of each query head."""
     part = GatePart(
         "sₜ", ("B, T, H, K",), "in [0, 1]", lambda x, gate: "", lambda draws, shape: draws.uniform(shape), tex="s",
-        matrix=lambda gate, heads: torch.diag_embed(1 - getattr(gate, NAME)), factor="Diag(1 - s_t)", letter="S",
+        matrix=lambda gate, q: torch.diag_embed(1 - getattr(gate, NAME)), factor="Diag(1 - s_t)", letter="S",
     )  # fmt: skip
     register_part(NAME, part)
     yield part

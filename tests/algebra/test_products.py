@@ -119,10 +119,10 @@ def test_product_equals_oracle_at_real_block_sizes(names: tuple[str, ...], T: in
     assert relative_error(SoftmaxForms(product(names)).parallel(*inputs), oracle.softmax(*inputs)) <= LIMIT
 
 
-def matrices(names: tuple[str, ...], gate: Gate, heads: int) -> Tensor:
+def matrices(names: tuple[str, ...], gate: Gate, q: Tensor) -> Tensor:
     """R_t ``[B, T, H, K, K]``, the factors multiplied in the order of ``names``."""
     factors = [PARTS[FACTORS[name][1][0]].matrix for name in names]
-    return reduce(torch.matmul, [cast(Any, factor)(gate, heads) for factor in factors])
+    return reduce(torch.matmul, [cast(Any, factor)(gate, q) for factor in factors])
 
 
 @pytest.mark.parametrize("regime", ["mixed", "closing"])
@@ -131,7 +131,7 @@ def test_product_is_in_the_order_given(names: tuple[str, ...], regime: Regime) -
     """R_t = A_t B_t, which is not B_t A_t: against S_t = R_t^T S_{t-1} + k_t v_t^T, written out."""
 
     def naive(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-        R = matrices(names, gate, H)
+        R = matrices(names, gate, q)
         kh, vh = (x.repeat_interleave(H // G, 2) for x in (k, v))
         S, outputs = q.new_zeros(B, H, K, V), []
         for t in range(q.shape[1]):

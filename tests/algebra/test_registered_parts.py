@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from two_vectors import Oblique, U, two_vectors
 
-from attnzoo import Gate, Pair, Prune, build_attention, get, oracle, register, register_part
-from attnzoo.algebra.gate import PARTS, GatePart, expand_heads
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
-from attnzoo.algebra.triangular import RankOne
+from attnzoo import Gate, Pair, Prune, build_attention, describe, get, oracle, register, register_part
+from attnzoo.algebra.gate import PARTS, GatePart
+from attnzoo.algebra.transitions import HeadGate, Transition
 from attnzoo.layer.gates import GateProjection
 from attnzoo.registry import unregister, unregister_part
 from attnzoo.samples import random_gate
 from attnzoo.testing import LAWS, relative_error, run_law
 
 B, T, H, K, V = 2, 17, 2, 6, 5
-
-
-class Oblique(Transition):
-    """``R_t = I - beta_t u_t w_t^T``: erased is what stands along w, by what is read along u."""
-
-    parts = ("w", "beta", "u")
-    symbol = "I - beta_t u_t w_t^T"
-    expands = True
-
-    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
-        w, u = cast(Tensor, gate.w)[..., None, :], cast(Tensor, getattr(gate, "u"))[..., None, :]  # noqa: B009
-        return state - w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (u @ state))
-
-    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        return self.block_after(Identity(), q, k, gate)
-
-    def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        beta, us = cast(Tensor, gate.beta)[..., None], [cast(Tensor, getattr(gate, "u"))]  # noqa: B009
-        return RankOne(first, q, k, [cast(Tensor, gate.w)], beta, gate, us).block()
-
-
-class DiagonalPlusLowRank(Transition):
-    """``R_t = Diag(exp(a_t)) - beta_t u_t w_t^T``, the transition of RWKV-7."""
-
-    parts = ("log_diag", "w", "beta", "u")
-    expands = True
-
-    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
-        w, u = cast(Tensor, gate.w)[..., None, :], cast(Tensor, getattr(gate, "u"))[..., None, :]  # noqa: B009
-        erased = w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (u @ state))
-        return cast(Tensor, gate.log_diag).exp()[..., None] * state - erased
 
 
 class TwoVectors(GateProjection):
@@ -68,33 +38,10 @@ class TwoVectors(GateProjection):
         return Gate(w=w, beta=2 * beta[..., 0].sigmoid(), u=u), None  # type: ignore[call-arg]
 
 
-def oblique_matrix(gate: Gate, heads: int) -> Tensor:
-    w, u, beta = (expand_heads(cast(Tensor, getattr(gate, part)), heads) for part in ("w", "u", "beta"))
-    return torch.eye(w.shape[-1], dtype=w.dtype) - beta[..., None, None] * u[..., :, None] * w[..., None, :]
-
-
-U = GatePart(
-    "uₜ", ("B, T, G, K",), "finite", lambda x, gate: "" if bool(x.isfinite().all()) else "expected finite numbers",
-    lambda draws, shape: F.normalize(draws.normal(shape), dim=-1), tex="u", of="w", optional=True, expands=True,
-    rounded=True, matrix=oblique_matrix, factor="I - beta_t u_t w_t^T", letter="O",
-)  # fmt: skip
-PAIRS = (
-    Pair("two_vectors", "two_vectors_path", ("w", "beta", "u")),
-    Pair("gdn2", "gdn2_path", ("log_diag", "w", "beta", "u")),
-    Pair("comba", "comba_path", ("log_decay", "w", "beta", "u")),
-    Pair("dplr", "dplr_path", ("log_diag", "w", "beta", "u"), transition=DiagonalPlusLowRank()),
-)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    register_part("u", U, factor=Oblique())
-    for pair in PAIRS:
-        register(pair)
-    yield
-    for pair in PAIRS:
-        unregister(pair)
-    unregister_part("u")
+    with two_vectors():
+        yield
 
 
 @pytest.mark.parametrize("name", ["two_vectors", "gdn2_path", "comba_path", "dplr"])
@@ -223,6 +170,53 @@ def test_what_cannot_be_registered_is_named(name: str, part: Any, more: dict[str
     with pytest.raises((TypeError, ValueError), match=message):
         register_part(name, part, **more)
     assert list(PARTS)[-1] == "u"
+
+
+class Lean(Transition):
+    """``R_t = (1 - m_t) I + m_t P`` with P the cyclic shift of channels and a number m_t per head."""
+
+    parts = ("lean",)
+    symbol = "(1 - m_t) I + m_t P"
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
+        assert state.numel()  # a Fourier transform, which shifts may be made of, takes no empty tensors
+        m = getattr(gate, "lean")[..., None, None]  # noqa: B009
+        return cast(Tensor, (1 - m) * state + m * state.roll(-1, -2))
+
+
+class LeanGate(GateProjection):
+    provides = ("lean",)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Any) -> tuple[Gate, Any]:
+        return Gate(lean=x[..., : self.sizes.num_heads].sigmoid()), None  # type: ignore[call-arg]
+
+
+def lean_matrix(gate: Gate, q: Tensor) -> Tensor:
+    m, eye = getattr(gate, "lean")[..., None, None], torch.eye(q.shape[-1], dtype=torch.float64)  # noqa: B009
+    return cast(Tensor, (1 - m) * eye + m * eye.roll(1, 0))
+
+
+def test_a_part_of_a_number_per_head_is_a_factor_too() -> None:
+    part = GatePart(
+        "mₜ", ("B, T, H",), "in [0, 1]", lambda x, gate: "", lambda draws, shape: draws.uniform(shape) / 2, tex="m",
+        matrix=lean_matrix, factor="(1 - m_t) I + m_t P", letter="L", projections=(LeanGate, LeanGate),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="part.matrix: expected the matrix of lean's factor of R_t, got None"):
+        register_part("lean", replace(part, matrix=None), factor=Lean())
+    register_part("lean", replace(part, matrix=None))
+    with pytest.raises(ValueError, match=r"pair.transition: expected gate parts that are factors of R_t .*, got mₜ"):
+        register(Pair("lean", "lean_fox", ("log_decay", "lean"), transition=Lean()))
+    unregister_part("lean")
+    register_part("lean", part, factor=Lean())
+    register(pair := Pair("lean", "lean_fox", ("log_decay", "lean")))
+    try:
+        trials = {(name, law): run_law(name, law, 2) for name in ("lean", "lean_fox") for law in LAWS}
+        assert [trial.said for trial in trials.values() if not trial.ok] == []
+        assert {law for (_, law), trial in trials.items() if trial.refused} == {"pruning"}  # of a state
+        assert "gate=LeanGate: gives lean" in describe("lean")
+    finally:
+        unregister(pair)
+        unregister_part("lean")
 
 
 def test_a_part_needs_the_one_that_it_is_of_and_stays_while_a_pair_requires_it() -> None:
