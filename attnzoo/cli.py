@@ -20,8 +20,18 @@ from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokeniz
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
+from attnzoo.experiments.explore.command import explore
 from attnzoo.terminal import console, new_table, print_table
-from attnzoo.trained.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
+from attnzoo.trained.commands import (
+    export,
+    extend,
+    files_argument,
+    generate,
+    import_,
+    processes_option,
+    train_by,
+    where_it_stands,
+)
 from attnzoo.trained.conversion_command import convert
 from attnzoo.trained.serving.command import serve
 from attnzoo.verify_command import verify
@@ -49,9 +59,9 @@ def app(files: tuple[str, ...]) -> None:
 
 
 @app.command("list")
-@click.argument("files", nargs=-1, metavar="[FILE.py]...")
+@files_argument
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
-def list_pairs(files: tuple[str, ...], presets: bool) -> None:
+def list_pairs(presets: bool) -> None:
     """Every pair of duals, and the parts of its gate.
 
     Those too that a FILE.py registers.
@@ -61,10 +71,8 @@ def list_pairs(files: tuple[str, ...], presets: bool) -> None:
     from attnzoo.algebra.gate import PARTS, groups
     from attnzoo.equations import in_ascii
     from attnzoo.pair import product_of
-    from attnzoo.registry import broken_plugins, from_file, get, list_variants, pairs
+    from attnzoo.registry import broken_plugins, get, list_variants, pairs
 
-    for file in files:
-        from_file(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken plugins are reported below
         broken = broken_plugins()
@@ -316,7 +324,8 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
 
 for command in (
-    verify, tokenize, corpus, convert, export, import_, extend, generate, serve, evaluate, bench, data, experiment,
+    verify, explore, tokenize, corpus, convert, export, import_, extend, generate, serve, evaluate, bench, data,
+    experiment,
 ):  # fmt: skip
     app.add_command(command)
 

@@ -114,6 +114,11 @@ def equations_of(variant: Variant) -> Sequence[str]:
     return given.splitlines() if isinstance(given, str) else given
 
 
+def equations_text(variant: Variant) -> str:
+    """The equations of a variant, a line each, with their equality signs below each other."""
+    return "\n".join(_equations(list(equations_of(variant))))
+
+
 def _equations(lines: Sequence[str]) -> list[str]:
     """The lines with their equality signs aligned."""
     rows = [line.partition("=") for line in lines]

@@ -133,6 +133,11 @@ class Transition:
         """R_t in print: its symbol or the class's name."""
         return self.symbol or f"{type(self).__name__}_t"
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has a closed form of a block; else every token's matrix is written out and blocks are joined."""
+        return type(self).block is not Transition.block
+
     def check(self, gate: Gate) -> None:
         """Refuse a gate whose parts have axes that this transition does not read.
 
@@ -241,6 +246,10 @@ class Product(Transition):
         self.expands = any(factor.expands for factor in self.factors)
         widths = [factor.width for factor in self.factors]
         self.width = math.lcm(*widths) if all(widths) else 0
+
+    @property
+    def closed(self) -> bool:
+        return type(self.factors[-1]).block_after is not Transition.block_after
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         for factor in self.factors:

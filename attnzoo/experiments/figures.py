@@ -128,6 +128,7 @@ def curves(
     mark: tuple[float, str] | None = None,
     names_width: int = 0,
     percent: bool = False,
+    ylabel: str = "",
 ) -> Figure:
     """Curves in one panel, each named at its right end.
 
@@ -139,8 +140,10 @@ def curves(
         mark: an x and a word for it, drawn as a vertical rule.
         names_width: characters to leave room for at the right; at least those of the longest name are.
         percent: shares of 1, written as per cent.
+        ylabel: text beside it, where the caption does not say it.
     """
-    figure, axes = panel(400, 290)
+    figure, axes = panel(400, 290, left=58 if ylabel else 42)
+    axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
     for line in lines:
         (drawn,) = axes.plot(line.x, line.y, color=line.look.color, linewidth=1.6, solid_capstyle="round")
         if line.look.dash:

@@ -18,6 +18,16 @@ from attnzoo.data.command import PATH, to_option, words_of
 if TYPE_CHECKING:
     from attnzoo.training.config import TrainConfig
 
+
+def _run_files(context: click.Context, parameter: click.Parameter, files: tuple[str, ...]) -> None:
+    if files and not context.resilient_parsing:
+        from attnzoo.registry import from_file
+
+        for file in files:
+            from_file(file)
+
+
+files_argument = click.argument("files", nargs=-1, metavar="[FILE.py]...", expose_value=False, callback=_run_files)
 processes_option = click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True,
     help="Processes on this machine: one for each GPU, or some that share a CPU.",

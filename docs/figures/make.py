@@ -86,6 +86,13 @@ def draw_results() -> None:
     results()
 
 
+def draw_explored() -> None:
+    from explored import explored
+    from results import save as save_page_figure
+
+    save_page_figure("explored", explored)
+
+
 def draw_tables() -> None:
     from results import tables
 
@@ -99,6 +106,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "card": draw_card,
     "generation": draw_generation,
     "forgotten": draw_forgotten,
+    "explored": draw_explored,
     "results": draw_results,
     "tables": draw_tables,
     "zoo": draw_zoo,

@@ -58,12 +58,12 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
-    _save("equal-memory", partial(equal_memory, RESULTS))
-    _save("both-sides", partial(both_sides.both_sides, RESULTS))
+    save("equal-memory", partial(equal_memory, RESULTS))
+    save("both-sides", partial(both_sides.both_sides, RESULTS))
     for name in names():
         for measured in find(name).measured:
             outcome = load_outcome(RESULTS / measured.result)
-            _save(drawing(name, measured), partial(_picture, find(name), outcome))
+            save(drawing(name, measured), partial(_picture, find(name), outcome))
     tables()
 
 
@@ -162,7 +162,7 @@ def _picture(experiment: Experiment, outcome: Outcome) -> Figure:
     return picture(experiment, outcome)[0]
 
 
-def _save(name: str, draw: Callable[[], Figure]) -> None:
+def save(name: str, draw: Callable[[], Figure]) -> None:
     """In light ink, and the same in the colours of the dark scheme."""
     style.save(name, lambda theme: draw())
     dark = style.OUT / f"{name}.dark.svg"

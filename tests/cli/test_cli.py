@@ -159,6 +159,7 @@ def test_a_model_of_a_file_is_trained_by_one_word(run: Any, mine: Path, tmp_path
     )
     assert ran.code == 0, ran.err
     assert "attention: wrapped\n" in (tmp_path / "run" / "config.yaml").read_text()
+    assert run("evaluate", tmp_path / "run", mine, "--on", "loss").code == 0
     ran = run("train", "tiny", f"model.attention={mine}")
     assert "expected FILE.py:NAME with one of wrapped, wrapped_path" in ran.err
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from html_pages import assert_whole, parse
 from rich.console import Console
 
 from attnzoo.evaluation import GateMap, PruneMap
@@ -78,52 +78,8 @@ def page(results: list[RunResult]) -> str:
     return render(results, title="a <test>", command="attnzoo compare demo.yaml steps=40")
 
 
-class Loads(HTMLParser):
-    """Collects what a browser would fetch, the ids, and the tags that stay open."""
-
-    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            elif name in ("src", "href", "srcset", "data", "action") and value:
-                self.loads.append(value)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-
-def parse(page: str) -> Loads:
-    parser = Loads()
-    parser.feed(page)
-    return parser
-
-
-def test_page_loads_nothing(page: str) -> None:
-    assert [url for url in parse(page).loads if not url.startswith(("#", "data:"))] == []
-    assert not re.search(r"@import|url\((?!#)|\bfetch\(|https?://", page)
-
-
-def test_tags_are_balanced_and_ids_are_unique_and_present(page: str) -> None:
-    parsed = parse(page)
-    assert parsed.open == []
-    assert len(parsed.ids) == len(set(parsed.ids))
-    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', page)) <= set(parsed.ids)
+def test_page_is_whole(page: str) -> None:
+    assert_whole(page)
 
 
 def test_every_run_is_in_the_table_and_in_every_curve_figure(results: list[RunResult], page: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 import attnzoo
 from attnzoo import get, list_variants
 from attnzoo import verify as verification
-from attnzoo.cli import app
+from attnzoo.cli import app, main
 from attnzoo.testing import LAWS, run_law
 
 Where = verification.Where
@@ -32,6 +33,23 @@ def test_verify_checks_every_law_and_kernel_of_every_variant_by_default() -> Non
     checks = verification.checks((), Where())
     kernels = [form for name in list_variants() for form in ("fla", "triton") if form in get(name).forms]
     assert len(checks) == len(LAWS) * len([*list_variants(), *list_variants("other")]) + len(kernels)
+
+
+def test_what_is_missing_is_one_line_that_says_what_installs_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    for module in ("trials", "strategies"):
+        monkeypatch.delitem(sys.modules, f"attnzoo.testing.{module}", raising=False)
+        monkeypatch.delattr(attnzoo.testing, module, raising=False)
+    for name in ("run_law", "cases"):
+        monkeypatch.delitem(vars(attnzoo.testing), name, raising=False)
+    for command in ("verify", "explore"):
+        monkeypatch.setattr(sys, "argv", ["attnzoo", command, "nope"])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1
+        assert "needs hypothesis, which is not installed: pip install 'attnzoo[testing]'" in said[0]
 
 
 def test_one_name_in_place_of_several_is_refused() -> None:

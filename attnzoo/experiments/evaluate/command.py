@@ -8,11 +8,12 @@ from typing import Any
 import click
 
 from attnzoo.data.command import PATH, read_options, words_of
-from attnzoo.trained.commands import processes_option
+from attnzoo.trained.commands import files_argument, processes_option
 
 
 @click.command()
 @click.argument("what", metavar="RUN_OR_MODEL", type=PATH)
+@files_argument
 @click.option(
     "--on", multiple=True, metavar="NAME[:KEY=VALUE,...]",
     help="An evaluation or a task, with options; may be given several times.  [default: the run's own task]",
@@ -48,7 +49,8 @@ def evaluate(
     RUN_OR_MODEL is a run, a model folder of Hugging Face's layout (one that export or import wrote, or of another
     library that import takes), or the name of a built-in configuration or preset, whose weights are then fresh. NAME is
     an evaluation (--list) or a task (`attnzoo data list`), whose questions are asked: at every place where something is
-    asked the likeliest token is taken. Rows are drawn apart from those of training; texts are held out.
+    asked the likeliest token is taken. Rows are drawn apart from those of training; texts are held out. A FILE.py is
+    one that registers variants of your own.
     """
     import sys
     from datetime import timedelta
