@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class TimedGPT:
 class PlainAttention(nn.Module):
     """Causal ``scaled_dot_product_attention`` with RoPE, as GPT scripts have it."""
 
+    rates: Tensor
+
     def __init__(self, hidden: int, heads: int, base: float = 10000.0):
         super().__init__()
         self.heads = heads
@@ -87,7 +89,7 @@ class PlainAttention(nn.Module):
             return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
         o = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
-        return self.out(o.transpose(1, 2).reshape(B, T, D))
+        return cast(Tensor, self.out(o.transpose(1, 2).reshape(B, T, D)))
 
 
 class First(nn.Module):
@@ -115,7 +117,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The stream after the block, ``[B, T, D]``."""
         x = x + self.attention(self.before(x))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        return cast(Tensor, x + self.down(F.gelu(self.up(self.between(x)))))
 
 
 class GPT(nn.Module):

@@ -204,7 +204,9 @@ class LanguageModel(nn.Module):
             embedded = self.embedding(input_ids)
         places = None
         if self.positions is not None:
-            places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, cache and cache[0])
+            places = positions_of(
+                self.attentions()[0], embedded, cu_seqlens, attention_mask, cache[0] if cache else None
+            )
         x = self.placed(embedded, places)  # [B, T, D]
         with AllOrNone.of(cache, len(self.blocks)):
             for index, block in enumerate(self.blocks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from attnzoo.evaluation.scores import score_targets
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
-SIZES = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
 LENGTH, BATCH, RATE = 8, 32, 1e-2  # tokens of a training row, rows of a step, learning rate
 LONGER, ROWS = 3, 256  # times the tokens of a training row, and rows, that are asked
 
