@@ -39,8 +39,9 @@ from attnzoo.layer.modules import (
 )
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import shared_rows
+from attnzoo.layer.starts import NoticedStarts
 from attnzoo.layer.stream import LayerCache, OwnCore, Owner, Stream, check_hidden, rows_of_call, shared_context
-from attnzoo.precision import LinearMap, PreciseModule, fill
+from attnzoo.precision import LinearMap, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
 
@@ -48,7 +49,7 @@ OWN_GATES = frozenset(GATES.values())
 WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # fused steps by memory
 
 
-class Attention(PreciseModule):
+class Attention(NoticedStarts):
     """``attn(x) -> y``, both ``[B, T, D]``; :func:`~attnzoo.layer.build.build_attention` chooses the parts.
 
     Args:
@@ -162,6 +163,7 @@ class Attention(PreciseModule):
         self.gate.reset_parameters()
         if self.forget is not None:
             self.forget.reset_parameters()
+        self.note_starts()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the weights, and compute the angle, which no checkpoint holds, where the layer was made on the meta
@@ -223,6 +225,8 @@ class Attention(PreciseModule):
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
         """
         check_hidden(x, self.config.hidden_size, self.q_proj)
+        if not torch.compiler.is_compiling() and self._starts is not None and self.training:
+            self.look_at_starts()
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
         context = shared_context()
