@@ -171,7 +171,7 @@ def _show_preset(name: str) -> None:
         "without embedding": f"{count['without_embedding']:,}",
         "operations": f"{Operations(outline(name)).forward_per_token(recipe.context_length):.3g} per token, forward",
         "tokens": f"{recipe.tokens:,} in {recipe.steps:,} steps of {recipe.sequences} x {recipe.context_length:,}",
-        "learning rate": f"{recipe.lr:g} after {recipe.warmup_tokens:,} tokens, then a cosine to 0",
+        "learning rate": f"{recipe.lr:g} after {recipe.warmup_tokens:,} tokens, then a cosine to {recipe.min_lr:g}",
         "AdamW": f"betas {recipe.beta1}, {recipe.beta2}; weight decay {recipe.weight_decay}; clip {recipe.clip_norm}",
         "source": recipe.source,
     }

@@ -37,7 +37,8 @@ def search(config: TrainConfig, said: Callable[[float, float], None] = lambda lr
     while rate is not None:
         folder = Path(config.output_dir) / f"lr-{rate_in_words(rate)}"
         try:
-            run = train(replace(config, output_dir=str(folder), optimizer=replace(config.optimizer, lr=rate)))
+            rates = replace(config.optimizer, lr=rate, min_lr=min(rate, config.optimizer.min_lr))
+            run = train(replace(config, output_dir=str(folder), optimizer=rates))
             losses[rate] = last_loss(run)
         except FloatingPointError as error:
             logger.warning("learning rate %s: %s", rate_in_words(rate), error)

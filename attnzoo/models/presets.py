@@ -30,7 +30,8 @@ class Recipe:
         tokens: training tokens.
         context_length: tokens of a sequence.
         sequences: sequences per step.
-        lr: the peak learning rate, after a linear warm-up and before a cosine to 0.
+        lr: the peak learning rate, after a linear warm-up and before a cosine.
+        min_lr: where the warm-up begins and the cosine ends.
         warmup_tokens: tokens of the warm-up.
         beta1: AdamW's beta1.
         beta2: AdamW's beta2.
@@ -43,6 +44,7 @@ class Recipe:
     context_length: int
     sequences: int
     lr: float
+    min_lr: float
     warmup_tokens: int
     beta1: float
     beta2: float
@@ -82,7 +84,7 @@ class Preset:
         One sequence is computed at a time, in bfloat16 beside float32 weights.
         """
         model, recipe = self.model, self.recipe
-        shared = ("lr", "beta1", "beta2", "weight_decay", "clip_norm", "warmup_steps")
+        shared = ("lr", "min_lr", "beta1", "beta2", "weight_decay", "clip_norm", "warmup_steps")
         return PresetSettings(self.recipe, {
             "output_dir": f"runs/{self.name}",
             "steps": recipe.steps,
@@ -160,6 +162,7 @@ def preset(name: str) -> Preset:
     entry, sizes = table["models"].get(model, {"attention": model}), table["sizes"][size]
     like = sizes.get("like", size)  # the size whose widths it has
     options = {**entry.get("options", {}), **entry.get(f"{block}_options", {}), **table["blocks"][block]}
+    options |= {option: value for option, value in sizes.get("options", {}).items() if option in options}
     settings = {
         "attention": entry.get("attention"),
         "attention_options": _serving(entry.get("attention"), options),

@@ -50,7 +50,7 @@ class Extension:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW or Muon, with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
+    """AdamW or Muon, with a linear warm-up and a cosine, as in the Forgetting Transformer (Lin et al. 2025,
     appendix B).
 
     Args:
@@ -63,6 +63,7 @@ class OptimizerConfig:
         weight_decay: not on norms, biases and other one-dimensional parameters.
         clip_norm: the norm over all parameters to which gradients are clipped; infinity for no clipping.
         warmup_steps: of the linear rise; must be below the run's `steps`.
+        min_lr: where the rise begins and the cosine ends, below `lr`.
         extensions: how the run was made longer, oldest first; `attnzoo extend` writes them.
 
     Raises:
@@ -77,13 +78,16 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup_steps: int = 100
+    min_lr: float = 0.0
     extensions: list[Extension] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         above(self, 0.0, "lr", "eps", "clip_norm")
-        at_least(self, 0, "weight_decay", "warmup_steps")
+        at_least(self, 0, "weight_decay", "warmup_steps", "min_lr")
         finite(self, "lr", "eps", "weight_decay")
         one_of(self, "name", ["adamw", "muon"])
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: expected at most lr={self.lr:g}, got {self.min_lr:g}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")

@@ -73,7 +73,7 @@ def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[st
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine.
 
-    The cosine reaches 0 one update after the last, so that the last one still learns.
+    The cosine reaches `min_lr` one update after the last, so that the last one still learns.
 
     In an extended run the last :class:`~attnzoo.training.config.Extension` before the step determines the rate. The
     rate is a function of the step, so that no schedule is saved.
@@ -85,7 +85,7 @@ def _rate(step: int, steps: int, config: OptimizerConfig, extensions: Sequence[E
     while extensions and step <= extensions[-1].after:
         extensions, steps = extensions[:-1], extensions[-1].planned
     if not extensions:
-        start, peak, warmup, done = 0.0, config.lr, config.warmup_steps, step
+        start, peak, warmup, done = config.min_lr, config.lr, config.warmup_steps, step
     else:
         last = extensions[-1]
         start = _rate(last.after, last.planned, config, extensions[:-1])
@@ -95,4 +95,6 @@ def _rate(step: int, steps: int, config: OptimizerConfig, extensions: Sequence[E
         return start + (peak - start) * done / warmup
     if extensions and extensions[-1].schedule == "constant":
         return peak
-    return peak * 0.5 * (1 + math.cos(math.pi * (done - 1 - warmup) / (steps - warmup)))
+    share = 0.5 * (1 + math.cos(math.pi * (done - 1 - warmup) / (steps - warmup)))
+    end = min(config.min_lr, peak)
+    return end + (peak - end) * share

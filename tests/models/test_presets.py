@@ -330,6 +330,10 @@ def test_other_trainings_of_a_size_have_its_widths(name, tokens, lr, context, ro
     assert vars(found.model) | {"vocab_size": 0} == vars(like) | {"vocab_size": 0}
     if "340m" in name:
         assert found.model.vocab_size == 32000
+        schedule = (recipe.warmup_tokens, recipe.min_lr, recipe.weight_decay, recipe.clip_norm)
+        assert schedule == (512 * 2**20, 3e-5, 0.01, 1.0)
+        assert presets.preset("transformer-llama-340m").model.attention_options["theta"] == 10_000
+        assert presets.preset("transformer-llama-360m").model.attention_options["theta"] == 500_000
         assert 335e6 < presets.parameters(name)["without_embedding"] < 350e6
 
 

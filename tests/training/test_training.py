@@ -79,6 +79,10 @@ def test_the_rate_warms_up_to_its_peak_and_falls_to_zero_along_a_cosine():
     assert 0 < rates[-1] < 1e-3
     assert learning_rate(111, 110, config) == pytest.approx(0.0)
     assert learning_rate(1, 5, OptimizerConfig(lr=2.0, warmup_steps=0)) == 2.0
+    above = OptimizerConfig(lr=2.0, warmup_steps=10, min_lr=0.5)
+    assert [learning_rate(n, 110, above) for n in (5, 10, 61, 111)] == pytest.approx([1.25, 2.0, 1.25, 0.5])
+    with pytest.raises(ValueError, match="min_lr: expected at most lr=2, got 3"):
+        OptimizerConfig(lr=2.0, min_lr=3.0)
 
 
 def test_the_first_update_is_adamw_on_the_clipped_gradient(config_of):
