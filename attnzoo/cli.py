@@ -40,6 +40,7 @@ from attnzoo.verify_command import verify
 EXTRAS = dict.fromkeys(
     ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
 ) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval", "starlette": "serve", "uvicorn": "serve"}
+EXTRAS |= dict.fromkeys(["pyarrow", "zarr", "zstandard"], "tables")
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")

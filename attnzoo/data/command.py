@@ -86,15 +86,22 @@ def tokenizer_options(command: F) -> F:
 @to_option
 @tokenizer_options
 @click.option("--pattern", default="*", show_default=True, help="Which files of folders, such as '*.py', at any depth.")
+@click.option("--text-field", help="The files are tables (.parquet, .jsonl, .jsonl.zst), each row's text a document.")
+@click.option(
+    "--roll", type=click.IntRange(min=2), metavar="TOKENS",
+    help="Cut documents into sequences of so many tokens, and roll each by a random number of them.",
+)  # fmt: skip
 def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write text files as tokens for training.
 
-    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document. The folder written is a
-    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file.
+    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document, or with --text-field each row of
+    it. A Zarr array of tokens, such as LongCrawl64's, is taken with its --tokenizer. The folder written is a
+    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file or row.
     """
     from attnzoo.data.tokenizer import tokenize as run
 
-    _tell(run(paths, folder, **options), options["vocab_size"])
+    done = run(paths, folder, **options)
+    _tell(done, options["vocab_size"], "files" if options["text_field"] is None else "documents")
 
 
 @click.command()
@@ -128,10 +135,11 @@ def corpus(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     _tell_lengths(done.shards)
 
 
-def _tell(done: Tokenized, vocab_size: int | None) -> None:
+def _tell(done: Tokenized, vocab_size: int | None, kind: str = "files") -> None:
     shards = done.shards
     counts = [sum(shard.count for shard in split) for split in (shards.train, shards.held_out)]
-    click.echo(f"{done.files:,} files of {done.bytes:,} bytes, {done.bytes / sum(counts):.2f} bytes per token")
+    if done.bytes:
+        click.echo(f"{done.files:,} {kind} of {done.bytes:,} bytes, {done.bytes / sum(counts):.2f} bytes per token")
     click.echo(f"training: {counts[0]:,} tokens; held out: {counts[1]:,}")
     if (vocab_size or 0) > shards.vocab_size:
         click.echo(f"the texts give no more than {shards.vocab_size:,} tokens")

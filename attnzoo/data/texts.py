@@ -90,8 +90,13 @@ def is_hidden(name: str) -> bool:
 def held_out_names(names: Collection[str], fraction: float) -> set[str]:
     """The held-out files, by a hash of the name, so that adding files does not change the split of others."""
     ranked = sorted(names, key=_hash)
-    count = sum(_hash(name) < fraction for name in ranked)
+    count = sum(is_held_out(name, fraction) for name in ranked)
     return set(ranked[: min(max(count, 1), len(ranked) - 1)])
+
+
+def is_held_out(name: str, fraction: float) -> bool:
+    """Whether a document of that name is held out."""
+    return _hash(name) < fraction
 
 
 def files_in(folder: Path, pattern: str = "*") -> list[Path]:

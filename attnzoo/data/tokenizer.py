@@ -17,9 +17,9 @@ import numpy as np
 
 from attnzoo.data.bpe import END, GPT2_END, gpt2_files, gpt2_tokenizer, shown_byte, train_bpe
 from attnzoo.data.config import check_pattern
+from attnzoo.data.documents import Documents, rolled
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
-from attnzoo.data.texts import held_out_names, stdlib_files, text_files, text_of, whole_name
 from attnzoo.data.windows import Tokens
 from attnzoo.files import json_object
 
@@ -55,14 +55,18 @@ def tokenize(
     end: str | None = None,
     pattern: str = "*",
     heldout_fraction: float = 0.05,
+    text_field: str | None = None,
+    roll: int | None = None,
 ) -> Tokenized:
     """Write texts as a folder of tokens with its tokenizer, which appears whole or not at all.
 
     Each file is a document and is held out or not as a whole, by its name; of a single file the end is held out, from
-    the start of a line, where that is at most twice the share. A tokenizer is trained on the training split alone.
+    the start of a line, where that is at most twice the share. With `text_field`, and of Zarr arrays, each row is a
+    document, held out or not by its file and number. A tokenizer is trained on the training split alone.
 
     Args:
-        paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source.
+        paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source; or Zarr
+            arrays of tokens, with the tokenizer that made them.
         folder: what to write; it must not exist, or be empty.
         vocab_size: number of tokens of a byte-level BPE tokenizer to train; short texts may give fewer. With 256 each
             byte is a token, and the zero byte ends a document.
@@ -70,6 +74,10 @@ def tokenize(
         end: the token that ends a document; None for the end of sequence of the given tokenizer's settings.
         pattern: which files of folders, at any depth.
         heldout_fraction: share of the files that is held out.
+        text_field: the files are tables, and their documents the rows' texts under this name
+            (:func:`attnzoo.data.tables.texts_of_rows`).
+        roll: cut documents into sequences of so many tokens, each rolled by a random number of them, which takes from
+            a position what it says about the text (FoX paper, appendix C); what is left over is left out.
 
     Raises:
         FileNotFoundError: a path or a tokenizer does not exist.
@@ -82,46 +90,36 @@ def tokenize(
     check_pattern(pattern)
     if pattern != "*" and not any(path.is_dir() for path in paths):
         raise ValueError(f"pattern: expected '*' without a folder whose files it could be of, got {pattern!r}")
-    texts = _named(paths, pattern)
-    held = held_out_names(texts, heldout_fraction) if len(texts) > 1 else set()
-    sides = [[file for name, file in texts.items() if (name in held) == side] for side in (False, True)]
-    cut = None if held else heldout_fraction  # share of the only file that is held out
-
-    zero = vocab_size != BYTES  # with bytes, the zero byte ends documents
-
-    def read(side: int) -> Iterator[str]:
-        if cut is None:
-            yield from (_read(file, zero) for file in sides[side])
-        else:
-            text = _read(sides[0][0], zero)
-            most = int(len(text) * (1 - cut))
-            at = text.rfind("\n", max(0, 2 * most - len(text)), most) + 1 or most  # at most twice the share
-            yield text[at:] if side else text[:at]
-
+    if roll is not None and roll < 2:
+        raise ValueError(f"roll: expected at least 2 tokens, got {roll}")
+    source = Documents.of(paths, pattern, heldout_fraction, text_field, may_hold_zero=vocab_size != BYTES)
+    if source.arrays and tokenizer is None:
+        raise ValueError(f"tokenizer: expected the one that made the tokens of {str(paths[0])!r}, got none")
     if tokenizer is None:
         assert vocab_size is not None
-        made, end = byte_tokenizer() if vocab_size == BYTES else train_bpe(read(0), vocab_size), end or END
-        files = tokenizer_files(made)
+        made, end = byte_tokenizer() if vocab_size == BYTES else train_bpe(source.texts(0), vocab_size), end or END
+        own = tokenizer_files(made)
     else:
-        files = read_tokenizer(tokenizer)
-        made = parse_tokenizer(files[TOKENIZER])
-        end = end or special_name(files, "eos_token")
-        files.setdefault(SETTINGS, _settings(end))
+        own = read_tokenizer(tokenizer)
+        made = parse_tokenizer(own[TOKENIZER])
+        end = end or special_name(own, "eos_token")
+        own.setdefault(SETTINGS, _settings(end))
     token = made.token_to_id(end) if end else None
     if token is None:
         raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
-    if special_name(files, "eos_token") != end:  # generation must stop at the token that ended documents
-        named = {name: {**json_object(files[name], name), "eos_token": end} for name in NAMING if name in files}
-        files |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
-    shards = write_shards(
-        folder,
-        max(made.get_vocab(with_added_tokens=True).values()) + 1,
-        _documents(made, token, read(0)),
-        _documents(made, token, read(1)),
-        tokenizer=files,
-    )
-    everything = [file for side in sides for file in side]
-    return Tokenized(shards, len(everything), sum(file.stat().st_size for file in everything))
+    if special_name(own, "eos_token") != end:  # generation must stop at the token that ended documents
+        named = {name: {**json_object(own[name], name), "eos_token": end} for name in NAMING if name in own}
+        own |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
+
+    def split(side: int) -> Iterator[Tokens]:
+        found = source.rows_of_tokens(side) if source.arrays else _documents(made, token, source.texts(side))
+        return found if roll is None else rolled(found, roll, str(side))
+
+    vocab = max(made.get_vocab(with_added_tokens=True).values()) + 1
+    source.read = 0, 0  # the training of a tokenizer reads too
+    shards = write_shards(folder, vocab, split(0), split(1), tokenizer=own)
+    texts, size = source.read
+    return Tokenized(shards, texts if source.rows else len(source.files), size)
 
 
 def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fraction: float) -> None:
@@ -297,40 +295,6 @@ def special_name(files: Mapping[str, bytes], kind: str) -> str | None:
     return None
 
 
-def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
-    """The files by name, relative to their folder; with several folders the names begin with the folder's."""
-    named: dict[str, Path] = {}
-    read: dict[Path, str] = {}
-    for path in paths:
-        if not path.exists() and str(path) != "stdlib":
-            raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
-        if path.is_file() and not path.stat().st_size:
-            raise ValueError(f"no data in {str(path)!r}: the file is empty")
-        if path.is_dir():
-            found = text_files(path, pattern)
-        else:
-            found = {whole_name(path.name): path} if path.exists() else stdlib_files()
-        for name, file in found.items():
-            name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
-            if name in named:
-                raise ValueError(f"{str(named[name])!r} and {str(file)!r} would both be called {name!r}")
-            other = read.setdefault(file.resolve(), name)
-            if other != name:
-                raise ValueError(f"{other!r} and {name!r} are one file: held out under one, it could be trained on")
-            named[name] = file
-    return named
-
-
-def _read(file: Path, zero: bool) -> str:
-    content = file.read_bytes()
-    if not zero and b"\0" in content:
-        raise ValueError(f"{str(file)!r} has a zero byte at {content.index(0)}, which would end a document")
-    try:
-        return text_of(content)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(file)!r} is not UTF-8 at byte {error.start}; a pattern can leave it out") from error
-
-
 def _documents(tokenizer: Any, end: int, texts: Iterable[str]) -> Iterator[Tokens]:
     """Yield each text's tokens with the ending token; the name of a special token within a text is plain text."""
     tokenizer.encode_special_tokens = True
@@ -345,7 +309,8 @@ def _documents(tokenizer: Any, end: int, texts: Iterable[str]) -> Iterator[Token
                 yield np.concatenate([*document, [end]])
                 document, current = [], number
             document.append(np.array(encoding.ids, dtype=np.int64))
-    yield np.concatenate([*document, [end]])
+    if document:
+        yield np.concatenate([*document, [end]])
 
 
 def _batches(pieces: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:

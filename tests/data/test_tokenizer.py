@@ -16,6 +16,7 @@ from attnzoo.data.shards import read_shards
 
 tokenizers = pytest.importorskip("tokenizers")
 
+from attnzoo.data import documents  # noqa: E402
 from attnzoo.data import tokenizer as module  # noqa: E402
 from attnzoo.data.bpe import END, train_bpe  # noqa: E402
 from attnzoo.data.tokenizer import (  # noqa: E402
@@ -202,7 +203,7 @@ def test_texts_that_are_none_are_named(folder, tmp_path):
 
 def test_the_standard_library_is_a_text_too(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "stdlib_files", lambda: {file.name: file for file in folder.rglob("*.txt")})
+    monkeypatch.setattr(documents, "stdlib_files", lambda: {file.name: file for file in folder.rglob("*.txt")})
     assert tokenize([Path("stdlib")], tmp_path / "tokens", vocab_size=280).files == 12
 
 
