@@ -43,6 +43,7 @@ demo: install
 	$(BIN)/attnzoo compare demo --jobs $(JOBS)
 
 test: install
+	$(BIN)/python -c 'import lm_eval, pyarrow, zarr, zstandard'  # without them their tests would be skipped
 	$(PYTEST) --ignore=tests/docs
 
 QUICK = tests/house/test_architecture.py tests/house/test_registry.py tests/algebra/test_gate.py tests/algebra/test_pruning.py \

@@ -1,45 +1,28 @@
-"""lm-eval's questions through our adapter, against sums over the model's own logits.
-
-Where lm-eval is not installed, something stands for the three names that the adapter takes from it, and only its own
-way through a task is left out.
-"""
+"""lm-eval's questions through our adapter, against sums over the model's own logits."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+pytest.importorskip("lm_eval")
+
+import lm_eval
+
 from attnzoo.config import ModelConfig
 from attnzoo.data.unfolding import Decoding
+from attnzoo.experiments.evaluate import harness, lines
+from attnzoo.experiments.evaluate.harness import run_harness
+from attnzoo.experiments.evaluate.suites import SUITES
 from attnzoo.models import LanguageModel
 
 END = 0
-INSTALLED = find_spec("lm_eval") is not None
-
-
-def adapter_module():
-    name, taken = "attnzoo.experiments.evaluate.harness", {"lm_eval": "simple_evaluate", "lm_eval.tasks": "TaskManager"}
-    if INSTALLED:
-        return importlib.import_module(name)
-    for place, what in {**taken, "lm_eval.api": "model", "lm_eval.api.model": "LM"}.items():
-        sys.modules[place] = ModuleType(place)
-        setattr(sys.modules[place], what, object)
-    try:
-        return importlib.import_module(name)
-    finally:
-        for place in [place for place in sys.modules if place.split(".")[0] == "lm_eval"] + [name]:
-            sys.modules.pop(place, None)  # other tests of this process find that it is not installed
-
-
-harness = adapter_module()
-run_harness = harness.run_harness
 
 
 class Request:
@@ -222,7 +205,6 @@ def test_number_out_of_range_is_named(model, name, number):
         run_harness(asked(model), "task.yaml", **{name: number})
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs lm-eval")
 def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
     rows = [
         {"q": "1 and one is", "choices": [" 2.", " 7."], "a": 0},
@@ -244,10 +226,116 @@ def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
         right.append(values.index(max(values)) == row["a"])
     assert found.scores["sums"]["acc"] == sum(right) / 2
     assert (found.samples, found.limit, found.window) == ({"sums": 2}, 2, 64)
-    from attnzoo.experiments.evaluate import lines
-
     assert lines.harness(found)[2].split()[:3] == ["sums", "2", "acc"]
     (tmp_path / "other.yaml").write_text("1")
     for name, message in (("other.yaml", "to name a task"), ("nothing.yaml", "there is no file")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             run_harness(asked(model), str(tmp_path / name))
+
+
+def written(folder: Path, name: str, rows: list[dict], definition: str) -> Path:
+    """A task's file with its questions beside it."""
+    (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = folder / f"{name}.yaml"
+    files = f"{{data_files: {{test: {name}.jsonl}}, cache_dir: {folder / 'cache'}}}"
+    path.write_text(f"task: {name}\ndataset_path: json\ndataset_kwargs: {files}\ntest_split: test\n{definition}")
+    return path
+
+
+CHOICE = """output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: choices
+doc_to_target: a
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+LAMBADA = """output_type: loglikelihood
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' '+text.split(' ')[-1]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc}]
+"""
+WIKITEXT = """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+"""
+
+
+def test_the_suite_of_a_papers_table_gives_each_task_its_metric(model, tmp_path):
+    texts = [{"text": "all that is gold does not glitter"}, {"text": "not all those who wander are lost"}]
+    questions = [{"q": f"{n} and one is", "choices": [" a long one", f" {n}"], "a": n % 2} for n in range(4)]
+    for name, _ in SUITES["fox_table1"]:
+        other = {"wikitext": WIKITEXT, "lambada_openai": LAMBADA}.get(name)
+        written(tmp_path, name, texts if other else questions, other or CHOICE)
+    found = run_harness(asked(model), "fox_table1", data=tmp_path)
+    given = [(name, metric) for name, scores in found.scores.items() for metric in scores if "stderr" not in metric]
+    assert tuple(given) == SUITES["fox_table1"]
+    nats = [[-likelihood(model, encode(q["q"] + c), len(c))[0] for c in q["choices"]] for q in questions]
+    plain = sum(n.index(min(n)) == q["a"] for n, q in zip(nats, questions, strict=True)) / 4
+    per_letter = [
+        [n / len(c) for n, c in zip(row, q["choices"], strict=True)] for row, q in zip(nats, questions, strict=True)
+    ]
+    normed = sum(n.index(min(n)) == q["a"] for n, q in zip(per_letter, questions, strict=True)) / 4
+    assert plain != normed
+    assert {found.scores[name]["acc"] for name in ("piqa", "winogrande", "arc_easy", "copa", "sciq", "boolq")} == {
+        plain
+    }
+    assert {found.scores[name]["acc_norm"] for name in ("hellaswag", "arc_challenge", "openbookqa")} == {normed}
+    words = sum(len(row["text"].split()) for row in texts)
+    total = sum(likelihood(model, [END, *encode(row["text"])], len(row["text"]))[0] for row in texts)
+    assert found.scores["wikitext"]["word_perplexity"] == pytest.approx(
+        torch.tensor(-total / words).exp().item(), rel=1e-4
+    )
+    assert found.average == pytest.approx((6 * plain + 3 * normed + found.scores["lambada_openai"]["acc"]) / 10)
+    assert lines.harness(found)[-1].split()[:3] == ["average", "of", "accuracies"]
+    (tmp_path / "boolq.yaml").unlink()
+    with pytest.raises(FileNotFoundError, match="boolq"):
+        run_harness(asked(model), "fox_table1", data=tmp_path)
+
+
+LONG = """output_type: generate_until
+doc_to_text: "Answer the question.\\n\\n{{context}}\\n\\nQuestion: {{input}}\\nAnswer:"
+doc_to_target: "{{answers}}"
+process_results: !function metrics.qa_f1
+generation_kwargs: {max_gen_toks: 12, temperature: 1, do_sample: false, until: []}
+metric_list: [{metric: score, aggregation: mean, higher_is_better: true}]
+"""
+METRICS = """
+from collections import Counter
+
+def qa_f1(doc, results):
+    said = Counter(results[0])
+    shared = [sum((said & Counter(answer)).values()) / (len(results[0]) + len(answer)) for answer in doc["answers"]]
+    return {"score": 2 * max(shared)}
+"""
+
+
+def test_a_task_of_the_shape_of_longbench_is_generated_after_the_end_of_its_context(model, tmp_path):
+    context, questions = "it is said of the fox that " * 30, ["what is x?", "who is y?"]
+    texts = []
+    for question in questions:
+        prompt = encode(f"Answer the question.\n\n{context}\n\nQuestion: {question}\nAnswer:")[12 - 100 :]
+        made = model.generate(torch.tensor([prompt]), 12, temperature=0)[0, len(prompt) :].tolist()
+        texts.append(decode(made[: made.index(END)] if END in made else made))
+    answers = [["no", texts[0]], [texts[1][:5], "none"]]
+    rows = [{"input": q, "context": context, "answers": a} for q, a in zip(questions, answers, strict=True)]
+    path = written(tmp_path, "longbench_triviaqa", rows, LONG)
+    with pytest.raises(FileNotFoundError, match=r"metrics\.py', from which .* takes 'metrics\.qa_f1'"):
+        run_harness(asked(model), str(path))
+    (tmp_path / "metrics.py").write_text(METRICS)
+    found = run_harness(asked(model), str(path), window=100)
+    assert len(texts[1]) > 5
+    assert found.scores["longbench_triviaqa"]["score"] == pytest.approx((1 + 2 * 5 / (5 + len(texts[1]))) / 2)
+
+
+def test_lm_evals_own_tasks_have_the_names_and_metrics_of_the_suites():
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    folders = ["wikitext", "lambada", "piqa", "hellaswag", "winogrande", "arc", "super_glue", "openbookqa", "sciq"]
+    found: dict[str, str] = {}
+    for path in (path for folder in [*folders, "longbench"] for path in (tasks / folder).rglob("*.yaml")):
+        text = path.read_text()
+        if name := re.search("^task: (.*)$", text, re.MULTILINE):
+            included = re.search("^include: (.*)$", text, re.MULTILINE)
+            found[name[1]] = text + (path.with_name(included[1]).read_text() if included else "")
+    for name, metric in {column for columns in SUITES.values() for column in columns}:
+        assert re.search(rf'metric: "?{metric}"?$', found[name], re.MULTILINE), name

@@ -182,6 +182,35 @@ def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> 
     assert python(code, tmp_path, tmp_path / "site") == str(tmp_path / "site" / "attnzoo" / "__init__.py")
 
 
+FIRST_TUTORIAL = """
+import re, shlex, sys
+from importlib.metadata import entry_points
+from pathlib import Path
+import attnzoo
+from click.testing import CliRunner
+(script,) = entry_points(group="console_scripts", name="attnzoo")
+assert script.load().__module__ == "attnzoo.cli"
+page = Path(sys.argv[1]).read_text()
+Path("first.yaml").write_text(re.search("```yaml\\n(.*?)```", page, re.DOTALL)[1])
+short = ["steps=2", "eval_every=2", "eval_tokens=512", "checkpoint_every=2", "optimizer.warmup_steps=1", "batch_size=2"]
+for block in re.findall("```bash\\n(.*?)```", page, re.DOTALL):
+    words = shlex.split(block)
+    ran = CliRunner().invoke(script.load().__globals__["app"], words[1:] + short * (words[1] == "train"))
+    assert ran.exit_code == 0, (words, ran.output, ran.exception)
+    print(words[1])
+print(Path("first.html").stat().st_size > 10_000, attnzoo.__file__)
+"""
+
+
+def test_the_first_tutorial_runs_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    page = ROOT / "docs" / "tutorials" / "first_fox.md"
+    printed = python(f"import sys; sys.argv.append({str(page)!r})\n{FIRST_TUTORIAL}", tmp_path, site).splitlines()
+    assert printed == ["train", "report", "generate", f"True {site / 'attnzoo' / '__init__.py'}"]
+
+
 def test_works_uninstalled(tmp_path: Path) -> None:
     """From a checkout on the path alone, reached by another name, so that an installed attnzoo cannot help."""
     checkout = tmp_path / "checkout"

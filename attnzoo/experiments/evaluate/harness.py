@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from attnzoo.data.tasks import UNASKED
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import nearest, unknown
 from attnzoo.evaluation.scores import score_targets
+from attnzoo.experiments.evaluate.suites import AVERAGED, SUITES
 from attnzoo.models.generation.engine import Generator
 from attnzoo.trained.model import TrainedModel
 
 TOKENS = 2**15  # tokens of a forward pass, if a row is not longer
+FILES = (".yaml", ".yml", ".json")  # that define a task
 MOST = 256  # default of the tokens to generate
 SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 
@@ -40,6 +43,7 @@ class HarnessScores:
         shots: examples before each; None for what the task says.
         samples: questions that were asked, by the name of the task or of its parts.
         scores: the metrics by name, by the name of the task or of its parts.
+        average: of the accuracies of a suite, as its table has it.
     """
 
     task: str
@@ -48,6 +52,7 @@ class HarnessScores:
     shots: int | None
     samples: dict[str, int]
     scores: dict[str, dict[str, float]]
+    average: float | None = None
 
 
 class HarnessModel(LM):  # type: ignore[misc]
@@ -219,16 +224,23 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def run_harness(
-    asked: TrainedModel, task: str, limit: int | None = None, shots: int | None = None, window: int | None = None
+    asked: TrainedModel,
+    task: str,
+    limit: int | None = None,
+    shots: int | None = None,
+    window: int | None = None,
+    data: str | Path | None = None,
 ) -> HarnessScores:
-    """The scores of a model on one of lm-eval's tasks, or on a task that a file defines.
+    """The scores of a model on one of lm-eval's tasks, on a task that a file defines, or on a suite of tasks.
 
     Args:
         asked: the model with its tokenizer.
-        task: a name that lm-eval knows, or a YAML or JSON file in its format, with its `data_files` beside it.
-        limit: questions that are asked; None for all.
-        shots: examples before each; None for what the task says.
+        task: a name that lm-eval knows, a YAML or JSON file in its format, with its `data_files` and functions beside
+            it, or a name in :data:`~attnzoo.experiments.evaluate.suites.SUITES`, whose tasks give one metric each.
+        limit: questions of each task that are asked; None for all.
+        shots: examples before each; None for what the task says, and 0 in a suite.
         window: see :class:`HarnessModel`.
+        data: a folder with the definitions of tasks by name, `piqa.yaml`, in place of lm-eval's own.
 
     Raises:
         FileNotFoundError: no such file.
@@ -238,35 +250,64 @@ def run_harness(
     for name, least, number in (("limit", 1, limit), ("shots", 0, shots)):
         if number is not None and number < least:
             raise ValueError(f"{name}: expected at least {least}, got {number}")
-    adapter = HarnessModel(asked, window)
-    own = task.endswith((".yaml", ".yml", ".json"))
-    questions: Any = _definition(Path(task)) if own else task
-    manager = TaskManager(include_defaults=not own)  # reading all stock tasks takes a minute
-    if not own and task not in manager.all_tasks:
-        close = nearest(task, manager.all_tasks)
-        raise ValueError(
-            f"task: lm-eval has none of the name {task!r}" + (f"; did you mean {close!r}?" if close else "")
-        )
+    adapter, columns = HarnessModel(asked, window), SUITES.get(task)
+    names = list(dict.fromkeys(name for name, _ in columns)) if columns else [task]
+    files = [Path(data, f"{name}.yaml") for name in names] if data else [Path(task)] if task.endswith(FILES) else []
+    asked_shots = 0 if columns and shots is None else shots
+    manager = TaskManager(include_defaults=not files)  # reading all stock tasks takes a minute
+    for name in names if not files else ():
+        if name not in manager.all_tasks:
+            close = nearest(name, [*SUITES, *manager.all_tasks])
+            raise ValueError(
+                f"task: lm-eval has none of the name {name!r}" + (f"; did you mean {close!r}?" if close else "")
+            )
     found = simple_evaluate(
-        adapter, tasks=[questions], num_fewshot=shots, limit=limit, log_samples=False, bootstrap_iters=1000,
-        task_manager=manager,
+        adapter, tasks=[_definition(file) for file in files] or names, num_fewshot=asked_shots,
+        limit=limit, log_samples=False, bootstrap_iters=1000, task_manager=manager,
     )  # fmt: skip
     scores = {
         name: {key.removesuffix(",none"): float(value) for key, value in row.items() if isinstance(value, int | float)}
         for name, row in found["results"].items()
     }
     samples = {name: int(count["effective"]) for name, count in found["n-samples"].items()}
-    return HarnessScores(task, window, limit, shots, samples, scores)
+    average = None
+    if columns:
+        scores = _of_columns(scores, columns)
+        shares = [scores[name][metric] for name, metric in columns if metric in AVERAGED]
+        average = sum(shares) / len(shares) if shares else None
+    return HarnessScores(task, window, limit, shots, samples, scores, average)
+
+
+def _of_columns(
+    scores: Mapping[str, Mapping[str, float]], columns: Sequence[tuple[str, str]]
+) -> dict[str, dict[str, float]]:
+    """The scores in a table's columns, with their standard errors.
+
+    Raises:
+        ValueError: a task does not give the metric of its column.
+    """
+    kept: dict[str, dict[str, float]] = {}
+    for name, metric in columns:
+        if metric not in scores[name]:
+            raise ValueError(f"{name}: expected the metric {metric!r}, got {', '.join(scores[name]) or 'none'}")
+        whole = {key: scores[name][key] for key in (metric, f"{metric}_stderr") if key in scores[name]}
+        kept[name] = {**kept.get(name, {}), **whole}
+    return kept
 
 
 def _definition(path: Path) -> dict[str, Any]:
-    """The definition of a task in a file, with absolute paths of its data."""
+    """The definition of a task in a file, with absolute paths of its data and its functions as such."""
     import yaml  # type: ignore[import-untyped]
 
     if not path.is_file():
         raise FileNotFoundError(f"task: there is no file {str(path)!r}")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: _function(path, loader.construct_scalar(node)))
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"task: {path} is not readable: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("task"), str):
@@ -276,6 +317,19 @@ def _definition(path: Path) -> dict[str, Any]:
     if files is not None:
         options = {**options, "data_files": _beside(path.resolve().parent, files)}
     return {**fields, "dataset_kwargs": options}
+
+
+def _function(path: Path, name: str) -> Any:
+    """The function MODULE.NAME of the file MODULE.py beside a task's file."""
+    module, _, function = name.rpartition(".")
+    file = path.with_name(f"{module}.py")
+    if not file.is_file():
+        raise FileNotFoundError(f"task: there is no file {str(file)!r}, from which {path} takes {name!r}")
+    spec = spec_from_file_location(f"{path.stem}_{module}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(made := module_from_spec(spec))
+    return getattr(made, function)
 
 
 def _beside(folder: Path, files: Any) -> Any:

@@ -145,6 +145,8 @@ def harness(found: HarnessScores) -> list[str]:
                 error = scores.get(f"{what}_stderr{comma}{answers}", float("nan"))
                 spread = "-" if np.isnan(error) else f"{error:.4f}"
                 rows.append([task, f"{found.samples.get(task, 0):,}", metric, f"{value:.4f}", spread])
+    if found.average is not None:
+        rows.append(["average of accuracies", "", "", f"{found.average:.4f}", ""])
     window = "any length" if found.window is None else f"{found.window:,} tokens"
     return [f"the model is given {window}", *table(["task", "asked", "metric", "value", "+-"], rows)]
 

@@ -314,21 +314,28 @@ def conversion(subject: TrainedModel, common: Common, *, original: str, tokens: 
 
 
 def harness(
-    subject: TrainedModel, common: Common, *, task: str, limit: int | None = None, shots: int | None = None
+    subject: TrainedModel,
+    common: Common,
+    *,
+    task: str,
+    limit: int | None = None,
+    shots: int | None = None,
+    data: str | None = None,
 ) -> HarnessScores:
-    """A task of lm-eval's harness, by its name or by the file that defines it.
+    """A task of lm-eval's harness, by its name or by the file that defines it, or a table of tasks.
 
     Args:
-        task: a name that lm-eval knows, or a YAML file.
-        limit: questions that are asked; none for all.
-        shots: examples before each; none for what the task says.
+        task: a name that lm-eval knows, a YAML file, or fox_table1, fox_table2 (LongBench), fox_table7.
+        limit: questions of a task that are asked; none for all.
+        shots: examples before each; none for what the task says, and 0 in a table.
+        data: a folder with the definitions of the tasks, by name; none for lm-eval's own.
     """
     from attnzoo.experiments.evaluate.harness import run_harness
 
     if len(common.length) > 1:
         raise ValueError(f"length: expected one, the window of the model, got {list(common.length)}")
     most = common.length[0] if common.length else subject.context
-    return run_harness(subject, task, limit, shots, most)
+    return run_harness(subject, task, limit, shots, most, data)
 
 
 def _context(subject: TrainedModel, usual: int | None = None) -> int:
