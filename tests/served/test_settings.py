@@ -90,3 +90,25 @@ def test_tokens_are_drawn_as_asked(tmp_path: Path) -> None:
                     assert abs(float(expected[place, token]) - said.logprob) < 1e-3
     finally:
         release(llm)
+
+
+def test_bfloat16_costs_what_it_costs_the_decoder_itself(tmp_path: Path) -> None:
+    random.seed(2)
+    model = build("fox_pro")
+    llm = engine(export(model, tmp_path), dtype="bfloat16", enable_prefix_caching=False)
+    try:
+        prompts = [prompt(300) for _ in range(3)]
+        found = ask(llm, prompts, 1, prompt_logprobs=0)
+        logprobs = {}
+        for name, dtype in (("exact", torch.float64), ("own", torch.bfloat16)):
+            with torch.no_grad():
+                logits = model.to(dtype)(torch.tensor(prompts)).logits[:, :-1].double()
+            logprobs[name] = logits.log_softmax(-1).gather(2, torch.tensor(prompts)[:, 1:, None])[..., 0]
+        served = [[each[t].logprob for t, each in zip(p[1:], o.prompt_logprobs[1:], strict=True)]
+                  for p, o in zip(prompts, found, strict=True)]  # fmt: skip
+        own = (logprobs["own"] - logprobs["exact"]).abs().mean()
+        off = (torch.tensor(served, dtype=torch.float64) - logprobs["exact"]).abs().mean()
+        print(f"mean error of a log probability: {off:.3g}, the decoder's own {own:.3g}")
+        assert off < 2 * own
+    finally:
+        release(llm)
