@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -101,6 +102,11 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     Raises:
         yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: a value that is not readable.
     """
+    return copy.deepcopy(_read(tuple(settings)))
+
+
+@functools.cache
+def _read(settings: tuple[str, ...]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     nested = OmegaConf.create()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.config import TrainConfig, load_config
+from attnzoo.settings import read_settings
 
 SMALL = (
     "data.context_length=16",
@@ -38,7 +39,8 @@ def write_text(folder: Path) -> Path:
 
 def config_of(folder: Path, run: str = "run", *overrides: str) -> TrainConfig:
     """The configuration of a run in a folder, on its text."""
-    return load_config(None, [f"output_dir={folder / run}", f"data.source={folder / 'text.txt'}", *SMALL, *overrides])
+    settings = [f"output_dir={folder / run}", f"data.source={folder / 'text.txt'}"]
+    return load_config(read_settings(SMALL), [*settings, *overrides])
 
 
 class StoppedError(Exception):

@@ -167,7 +167,9 @@ def command(monkeypatch, capfd):
 
 def test_processes_train_and_refuse_in_one_line(tmp_path, command):
     """On a CPU together: where there is no GPU, `device=auto` is that."""
-    small = ["train", "tiny", "steps=3", "optimizer.warmup_steps=1"]
+    tiny_runs.write_text(tmp_path)
+    (tmp_path / "config.yaml").write_text(to_yaml(tiny_runs.config_of(tmp_path)))
+    small = ["train", str(tmp_path / "config.yaml"), "steps=3", "device=auto", "progress=lines"]
     first, again = (f"output_dir={tmp_path / name}" for name in ("run", "again"))
     code, out, err = command(*small, first, "batch_size=3", "--processes", "2")
     assert (code, out) == (2, "")
