@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's products too, and the processes that tests start
@@ -31,6 +32,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 # What their tests share takes half a minute to prepare. A worker without work takes the last tests of another: were
 # these the last, several workers would prepare it.
 FIRST = ("test_training_processes.py", "test_training_kill.py")
+
+_MODULES = [0]  # how many there were when garbage was last forgotten
 
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=8, derandomize=True, database=None, **_COMMON)
@@ -65,7 +68,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path != item.path:
+    imported = len(sys.modules) > _MODULES[0] + 100
+    if nextitem is not None and (nextitem.path != item.path or imported):
         forget_garbage()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()  # other workers' tests run on the same GPU
@@ -88,6 +92,8 @@ def begin_anew(name: str) -> None:
 
 
 def forget_garbage() -> None:
-    """What trains and compiles collects garbage each time: in what one file made, not in all before it."""
+    """What trains and compiles collects garbage each time: in what one file made, not in all before it, nor in what a
+    test imported."""
     gc.collect()
     gc.freeze()
+    _MODULES[0] = len(sys.modules)
