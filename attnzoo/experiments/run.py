@@ -39,6 +39,7 @@ from attnzoo.experiments.report.experiment import hints, markdown, row_in_words,
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
+from attnzoo.models.swap import Unfilled
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError, read_progress
@@ -96,7 +97,7 @@ def run_experiment(
     for arm in experiment.arms:  # refuse a wrong option of any arm before training
         try:
             config = plan.config(experiment, arm, plan.grid(experiment, arm)[0], 0)
-            with torch.device("meta"):
+            with torch.device("meta"), Unfilled():
                 weights = Operations(LanguageModel(config.model)).parameters
             operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
             for probe in experiment.probes:

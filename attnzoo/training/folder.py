@@ -259,6 +259,7 @@ def load_run(
     """
     import torch
 
+    from attnzoo.models.swap import Unfilled
     from attnzoo.training.model import new_model
 
     run_dir = Path(run_dir)
@@ -268,7 +269,7 @@ def load_run(
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     config = config_of(run_dir, checkpoint)
-    with torch.device("meta"):  # first weights would be drawn for nothing
+    with torch.device("meta"), Unfilled():  # first weights would be drawn for nothing
         model = new_model(config)
     try:
         state = read_weights(checkpoint)

@@ -269,16 +269,19 @@ def save_config(config: Any, path: str | Path) -> None:
 
 def to_yaml(config: Any) -> str:
     """A config dataclass as YAML text."""
-    from omegaconf import OmegaConf
+    return write_yaml(_plain(dataclasses.asdict(config)))
 
-    return write_yaml(OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(config))))
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists as a file has them."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def config_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """The dotted fields in which two configs differ, with their (old, new) values as a file would hold them."""
-    from omegaconf import OmegaConf
-
-    before, after = (dict(_flatten(OmegaConf.to_container(OmegaConf.structured(config)))) for config in (old, new))
+    before, after = (dict(_flatten(_plain(dataclasses.asdict(config)))) for config in (old, new))
     keys = dict.fromkeys([*before, *after])
     pairs = {key: (before.get(key), after.get(key)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -289,7 +292,7 @@ def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+            yield f"{prefix}{key}", value
 
 
 def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:

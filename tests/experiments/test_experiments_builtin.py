@@ -23,6 +23,7 @@ from attnzoo.experiments.plan import Schedule, device_of
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import run_once
 from attnzoo.models import LanguageModel
+from attnzoo.models.swap import Unfilled
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -35,7 +36,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
         for arm in arms:
             config = Schedule(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
-            with torch.device("meta"):
+            with torch.device("meta"), Unfilled():
                 LanguageModel(config.model)
             if config.data.task is not None:
                 task = build_task(config.data.task, config.data.task_options)
@@ -82,7 +83,7 @@ def test_two_sides_of_the_factorial_have_the_same_layers():
     sizes = {}
     for arm in experiment.arms:
         config = Schedule("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             layer = LanguageModel(config.model).blocks[0].attention
         sizes[arm.name] = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(apart))
     claim = next(each.claim for each in experiment.expectations if isinstance(each.claim, Correlated))
@@ -139,7 +140,7 @@ def test_runs_that_are_compared_seed_by_seed_begin_with_the_same_weights(name):
         first = []
         for arm in arms:
             config = Schedule(name, "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
-            with torch.device("meta"):
+            with torch.device("meta"), Unfilled():
                 first.append([(key, p.shape) for key, p in LanguageModel(config.model).named_parameters()])
         assert first[0] == first[1]
 

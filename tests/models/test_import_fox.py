@@ -7,6 +7,7 @@ import torch
 
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers import from_peer, peer_of
+from attnzoo.models.swap import Unfilled
 
 
 @pytest.fixture
@@ -186,6 +187,6 @@ PUBLISHED = {  # the paper's 760M models without the embedding, by the authors' 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_sizes(name):
     fields, expected = PUBLISHED[name]
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         model = LanguageModel(peer_of({"model_type": "forgetting_transformer-project_fox", **fields}).config)
     assert sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel() == expected

@@ -19,6 +19,7 @@ from attnzoo.layer.stream import Stream
 from attnzoo.models import presets
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.swap import Unfilled
 from attnzoo.registry import PRODUCTS
 from attnzoo.training.throughput import Operations
 
@@ -45,7 +46,7 @@ def test_counts_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", A_SCALE_PER_HEAD)
 def test_counts_with_a_scale_per_head(name):
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         model = presets.build(
             name, attention_options={**presets.preset(name).model.attention_options, "qk_norm_shared": False}
         )
@@ -73,7 +74,7 @@ def test_every_preset_is_a_run(name):
     assert config.model == presets.preset(name).model
     recipe = presets.preset(name).recipe
     assert config.steps * config.batch_size * config.data.context_length == recipe.tokens
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         assert presets.build(name, num_layers=2, vocab_size=8)
 
 

@@ -65,7 +65,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def of(cls, model: LanguageModel, **options: Any) -> AttnzooForCausalLM:
         """The Hugging Face model around a decoder; `options` are options of `PretrainedConfig`, such as
         `eos_token_id`."""
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             theirs = cls(AttnzooConfig.of(model.config, **options))
         theirs.model = model
         theirs.train(model.training)

@@ -22,6 +22,7 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers.settings import DTYPES, Settings
 from attnzoo.models.peers.weights import Weights
+from attnzoo.models.swap import Unfilled
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +236,7 @@ def build(
             f"{peer.config.num_layers}"
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             model = LanguageModel(peer.config)
     except ValueError as error:
         raise ValueError(f"{settings.place}{error}") from error
