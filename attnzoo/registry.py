@@ -372,8 +372,8 @@ def _read(one: ReadoutVariant) -> Variant:
     layer = dict(getattr(base.module, "LAYER", {}))
     gate, own = layer.get("gate", "none"), [PARTS[part].projections for part in one.readout.parts]
     gates = gate if isinstance(gate, list | tuple) else () if gate == "none" else (gate,)
-    if added := tuple(each[0] for each in own if each):
-        layer["gate"] = (*gates, *added)
+    if gates or not base.requires:
+        layer["gate"] = (*gates, *(each[0] for each in own if each)) or "none"
     module.__dict__.update(FORMS=forms, LAYER=layer | dict(one.layer))
     return Variant(
         name=name,

@@ -53,7 +53,8 @@ class Readout:
     Args:
         parts: gate parts that the readout alone reads, declared with ``readout=True``.
         causal: whether rows see earlier keys only. Otherwise s and d have entries for later keys too, where d is the
-            sum of ``log_decay_back`` from the row up to the token before the key; there are no steps then.
+            sum of ``log_decay_back`` (0 without that part) from the row up to the token before the key. There are no
+            steps then.
         equations: lines of ``attnzoo show`` that make o_t of s and d.
         paper: its source.
         unpruned: why no certificate of pruning holds.

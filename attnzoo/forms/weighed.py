@@ -154,10 +154,11 @@ class ReadoutForms(Forms):
     def _ready(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> Ready:
         T, cu_seqlens = q.shape[1], options.cu_seqlens
         q, k, v, gate, dtype, scale = prepared(q, k, v, gate.per_token(q), options)
-        if cu_seqlens is not None and gate.log_decay_back is not None:
-            ends = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
-            gate = replace(gate, log_decay_back=gate.log_decay_back.masked_fill(ends[:, None], -torch.inf))
         wide = compute_dtype(q)
+        if cu_seqlens is not None and not self.readout.causal:
+            back = q.new_zeros(q.shape[:3], dtype=wide) if gate.log_decay_back is None else gate.log_decay_back
+            ends = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
+            gate = replace(gate, log_decay_back=back.masked_fill(ends[:, None], -torch.inf))
         q, k = self.readout.features(q.to(wide), k.to(wide))
         place = places(options.valid, cu_seqlens, T, q.device)
         return Ready(q * scale, k, v, gate, options.valid, place, dtype)
@@ -202,8 +203,9 @@ class ReadoutForms(Forms):
             d = decays_over(g, P) if P else decay_between(g)
         if self.readout.causal:
             d = d.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(P + 1), -torch.inf)
-        elif gate.log_decay_back is not None:
-            d = both_ways(d, decay_between(gate.log_decay_back.flip(-1)))
+        else:
+            back = torch.zeros_like(d[..., 0]) if gate.log_decay_back is None else gate.log_decay_back
+            d = both_ways(d, decay_between(back.flip(-1)))
         scores = Scores(s, d, place, gate)
         if new.valid is not None:  # the row of an absent token sees itself, so that none sees nothing
             d = d.masked_fill(~(new.valid[:, None, None] | scores.own), -torch.inf)

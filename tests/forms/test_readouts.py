@@ -340,6 +340,25 @@ def test_a_state_that_is_not_that_of_the_weights_is_found_and_shrunk() -> None:
         unregister_readout("wrong")
 
 
+class Everywhere(Readout):
+    """The softmax over all tokens of a sequence, without a gate."""
+
+    causal = False
+
+    def weights(self, scores: Scores) -> Tensor:
+        return (scores.s + scores.d).softmax(-1)
+
+
+@pytest.mark.parametrize("of", ["nope", "fox"])
+def test_packed_sequences_do_not_see_each_other_where_later_tokens_are_seen_without_a_gate(of: str) -> None:
+    register_readout("everywhere", Everywhere(), of)
+    try:
+        trials = [run_law("everywhere", law, 3) for law in ("oracle", "packing", "rows")]
+        assert [trial.said for trial in trials if not trial.ok] == []
+    finally:
+        unregister_readout("everywhere")
+
+
 class Bias(GateProjection):
     """A learned number per head."""
 
