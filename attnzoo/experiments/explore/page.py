@@ -127,9 +127,9 @@ def render(asked: Explored, found: dict[str, Any]) -> str:
 
 
 DECAYS = (
-    "Left: what n transitions leave of a key of length 1, over all directions (root mean square), in three regimes of "
+    "First what n transitions leave of a key of length 1, over all directions (root mean square), in three regimes of "
     "the gate: open (near 1), mixed (also 0 and 1 exactly), closing (strong). It is the same gate for both sides. "
-    "Right: what each side makes of it, the mean size of a weight by distance, for open gates and random q and k."
+    "Then what each side makes of it, the mean size of a weight by distance, for open gates and random q and k."
 )
 MAPS = (
     "The weight of each key (across) in each output (down) by the float64 oracle, as a share of the largest in its "
