@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from attnzoo.layer.weight_decay import param_groups
     from attnzoo.pair import Pair
     from attnzoo.registry import (
-        Variant,
         dual,
         get,
         list_variants,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         register_part,
         register_readout,
     )
+    from attnzoo.variant import Variant
 
 __version__ = "0.1.0"
 __all__ = [
@@ -72,6 +72,7 @@ _HOMES = {
     "Scores": "algebra.readout",
     "describe": "equations",
     "param_groups": "layer.weight_decay",
+    "Variant": "variant",
 }
 
 

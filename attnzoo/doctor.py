@@ -28,7 +28,8 @@ from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
-from attnzoo.registry import Variant, get, list_variants
+from attnzoo.registry import get, list_variants
+from attnzoo.variant import Variant
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")

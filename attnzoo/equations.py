@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.pair import Pair
-from attnzoo.registry import PAIRS, PRODUCTS, Variant, get, pairs
+from attnzoo.registry import PAIRS, PRODUCTS, get, pairs
+from attnzoo.variant import Variant
 
 WIDTH = 80
 LABEL = 12  # columns before the text

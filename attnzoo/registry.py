@@ -9,27 +9,22 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor
-
-from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, GatePart, declare, groups, undeclare
+from attnzoo.algebra.gate import GatePart, declare, groups, undeclare
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.files import run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
-from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
-from attnzoo.forms.weighed import ReadoutForms
 from attnzoo.pair import Pair, Side, check_pair, check_parts
 from attnzoo.parallel.attention import shared
 from attnzoo.readout_variant import READOUT_VARIANTS, ReadoutVariant, check_readout_variant
+from attnzoo.variant import Variant, is_own, with_readout
 
 # fmt: off
 # the pairs whose products the others are
@@ -76,107 +71,6 @@ _others: dict[str, ReadoutVariant] = {}  # variants of other readouts by name
 _files: dict[Path, tuple[str, ...]] = {}  # that have been run, and the variants that they registered
 FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
 _broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One side of a pair.
-
-    Args:
-        name: registry name.
-        side: ``"linear"``, ``"softmax"``, or ``"other"`` for another readout of a pair's gate.
-        title: name in print.
-        paper: source.
-        requires: the gate parts it takes, all of them and no others.
-        pair: its row of the table; of another readout, that of its gate.
-        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`. An unknown
-            name raises a KeyError that is a ValueError, too, and lists the forms.
-        extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
-        module: the module of the forms.
-        form_set: the module's ``FORMS``, whose :meth:`~attnzoo.forms.protocol.Forms.whole` checks no inputs.
-        own: whether its forms and their transition are this package's: those take the inputs of a layer unchecked.
-    """
-
-    name: str
-    side: Side
-    title: str
-    paper: str
-    requires: tuple[str, ...]
-    pair: Pair
-    forms: Mapping[str, Callable[..., Any]] = field(repr=False)
-    extend: Callable[..., Any] = field(repr=False)
-    module: ModuleType = field(repr=False)
-    form_set: FormSet = field(repr=False)
-    own: bool = field(repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return get, (self.name,)  # copies and pickles of a layer have the name alone
-
-    @property
-    def dual(self) -> Variant:
-        """The other side of its pair; of another readout, the softmax side."""
-        return get(self.pair.linear if self.side == "softmax" else self.pair.softmax)
-
-    def options(self, form: str = REFERENCE) -> tuple[str, ...]:
-        """The keyword options that a form honours; ``"reference"``: those of ``extend``.
-
-        Raises:
-            ValueError: no such form; the message lists them and names the nearest.
-        """
-        if form not in (known := (REFERENCE, *self.forms)):
-            raise unknown("form", form, known, of=repr(self.name))
-        return self.form_set.options(form)
-
-    def refuses(self, form: str, call: Call) -> str:
-        """The reason why a form cannot serve a call, or ""."""
-        return self.form_set.refuses(form, call)
-
-    @property
-    def transition(self) -> Transition | None:
-        """The transition R_t of its pair's linear forms; None where they have none."""
-        own = self.dual if self.side == "softmax" else self
-        return getattr(own.form_set, "transition", None)
-
-    @property
-    def readout(self) -> Readout | None:
-        """What its forms make of scores and decays; None where that is the linear or the softmax readout."""
-        return getattr(self.form_set, "readout", None)
-
-    @property
-    def causal(self) -> bool:
-        """Whether no output depends on later tokens."""
-        return self.readout is None or self.readout.causal
-
-    @property
-    def oracle(self) -> Callable[..., Tensor]:
-        """The float64 reference of its forms, ``(q, k, v, gate, *, scale=None) -> [B, T, H, V]``: its side's readout
-        over the matrices of :attr:`transition`."""
-        if self.readout is not None:
-            return functools.partial(oracle.weighed, readout=self.readout, transition=self.transition)
-        readout = oracle.linear if self.side == "linear" else oracle.softmax
-        return functools.partial(cast(Callable[..., Tensor], readout), transition=self.transition)
-
-    @property
-    def note(self) -> str:
-        return self.pair.note
-
-    @property
-    def prunable(self) -> bool:
-        """Whether Adaptive Computation Pruning can be certified: a softmax with a scalar decay, whose transition makes
-        no vector longer.
-        """
-        return self.side == "softmax" and "log_decay" in self.requires and not self.expands
-
-    @property
-    def expands(self) -> bool:
-        """Whether its transition may make a vector longer."""
-        made = getattr(getattr(self.form_set, "transition", None), "expands", False)
-        return made or any(PARTS[part].expands for part in self.requires)
-
-    @property
-    def carries(self) -> bool:
-        """Whether its gate carries keys: it has more than a scalar decay."""
-        return any(PARTS[part].carries for part in self.requires)
 
 
 def register(pair: Pair) -> None:
@@ -341,7 +235,7 @@ def _get(name: str) -> Variant:
             every = [*list_variants(), *list_variants("other")]
             raise ValueError(f"{unknown('variant', name, every)}{known}{broken}")
     if name in _others:
-        return _read(_others[name])
+        return with_readout(get(_others[name].of), _others[name])
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
     module = _module(pair, side)
@@ -357,44 +251,9 @@ def _get(name: str) -> Variant:
         extend=checked_extend(name, pair.requires, side, forms),
         module=module,
         form_set=forms,
-        own=_is_own(forms),
+        own=is_own(forms),
+        lookup=get,
     )
-
-
-def _read(one: ReadoutVariant) -> Variant:
-    """The variant of another readout."""
-    base = get(one.of)
-    if base.transition is None:
-        raise ValueError(f"variant {one.name!r}: expected a gate with a transition, got that of {one.of!r}")
-    forms, name = ReadoutForms(base.transition, one.readout), one.name
-    requires = (*base.requires, *one.readout.parts)
-    module = ModuleType(f"attnzoo.readouts.{name}", f"Another readout of the gate of {one.of}.")
-    layer = dict(getattr(base.module, "LAYER", {}))
-    gate, own = layer.get("gate", "none"), [PARTS[part].projections for part in one.readout.parts]
-    gates = gate if isinstance(gate, list | tuple) else () if gate == "none" else (gate,)
-    if gates or not base.requires:
-        layer["gate"] = (*gates, *(each[0] for each in own if each)) or "none"
-    module.__dict__.update(FORMS=forms, LAYER=layer | dict(one.layer))
-    return Variant(
-        name=name,
-        side="other",
-        title=one.title or name,
-        paper=one.readout.paper,
-        requires=requires,
-        pair=base.pair,
-        forms=MappingProxyType(CheckedForms(name, requires, forms, shared)),
-        extend=checked_extend(name, requires, "other", forms),
-        module=module,
-        form_set=forms,
-        own=_is_own(forms),
-    )
-
-
-def _is_own(forms: FormSet) -> bool:
-    transition = getattr(forms, "transition", None)
-    made_of = (forms, getattr(forms, "readout", None), *getattr(transition, "factors", (transition,)))
-    ours = all(type(one).__module__.startswith("attnzoo.") for one in made_of if one is not None)
-    return ours and isinstance(forms, Forms)
 
 
 def _module(pair: Pair, side: Side) -> ModuleType:

@@ -43,7 +43,7 @@ from attnzoo.layer.starts import NoticedStarts
 from attnzoo.layer.stream import LayerCache, OwnCore, Owner, Stream, check_hidden, rows_of_call, shared_context
 from attnzoo.precision import LinearMap, fill
 from attnzoo.recurrences.complex_linear import rotate_all
-from attnzoo.registry import Variant
+from attnzoo.variant import Variant
 
 OWN_GATES = frozenset(GATES.values())
 WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # fused steps by memory

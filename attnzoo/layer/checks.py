@@ -16,7 +16,8 @@ from attnzoo.layer.dispatch import IMPLS
 from attnzoo.layer.gates import GateProjection, gate_classes
 from attnzoo.layer.gates.angles import Mamba3Decay
 from attnzoo.layer.gates.matrix import checked_factors
-from attnzoo.registry import Variant, get, list_variants
+from attnzoo.registry import get, list_variants
+from attnzoo.variant import Variant
 
 
 def check_layer(

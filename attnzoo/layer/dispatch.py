@@ -16,7 +16,8 @@ from attnzoo.forms.options import Options
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, doubts, is_brief
 from attnzoo.kernels.common.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
-from attnzoo.registry import BUILT_IN, Variant, get
+from attnzoo.registry import BUILT_IN, get
+from attnzoo.variant import Variant
 
 logger = logging.getLogger(__name__)
 

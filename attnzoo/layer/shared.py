@@ -18,7 +18,7 @@ from attnzoo.parallel.attention import attend
 from attnzoo.parallel.collectives import tied
 from attnzoo.parallel.context import Context
 from attnzoo.parallel.rows import Rows, of_all_fragments
-from attnzoo.registry import Variant
+from attnzoo.variant import Variant
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,8 +15,9 @@ import attnzoo.forms.linear
 import attnzoo.forms.rowblocks
 import attnzoo.forms.softmax
 from attnzoo.algebra.gate import Gate
-from attnzoo.registry import Variant, get
+from attnzoo.registry import get
 from attnzoo.samples import Regime, random_inputs
+from attnzoo.variant import Variant
 
 Inputs = tuple[Tensor, Tensor, Tensor, Gate]
 

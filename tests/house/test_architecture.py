@@ -30,6 +30,7 @@ FLOORS = (
     ("parallel",),
     ("pair",),
     ("readout_variant",),
+    ("variant",),
     ("registry",),
     ("samples",),
     ("layer",),
