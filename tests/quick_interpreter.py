@@ -10,6 +10,7 @@ it scans element by element.
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import replace
 from inspect import getmembers, ismodule
 from typing import Any
@@ -89,16 +90,18 @@ OTHERS = {
 OPERATIONS = {
     **{f"__{name}__": (function, False) for name, function in (ARITHMETIC | OTHERS).items()},
     **{f"__r{name}__": (function, True) for name, function in ARITHMETIC.items()},
+    "__getitem__": ("", False),
 }
 
 
 def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any:
     """``plain``, an operation of two values, as numpy's ``function`` of what they hold, without a look at their types:
-    where that gave the bits of ``plain`` when operands of these types came for the first time."""
+    where that gave the bits of ``plain`` when operands of these types came for the first time. Without a name it is an
+    index of axes."""
     numpy, of_handle, core = interpreter.np, interpreter.TensorHandle, interpreter.tl.core
     tensor, constexpr, pointer, new = core.tensor, core.constexpr, core.pointer_type, object.__new__
     known: dict[Any, Any] = {}
-    compute = getattr(numpy, function)
+    compute = getattr(numpy, function) if function else operator.getitem
 
     def learn(x: Any, y: Any, b: Any, result: Any) -> Any:
         """What a result's tensor has, and the function of ``numpy``; None where the result is not the function's."""
@@ -124,6 +127,8 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
             key = id(x.type), id(y.type), a.dtype.char, b.dtype.char, a.ndim, b.ndim
         elif (a.dtype.kind == "f" and kind in (float, int)) or (a.dtype.char in "il" and kind is int):
             b, key = a.dtype.type(y), (id(x.type), kind, a.dtype.char, a.ndim)
+        elif kind is tuple and all(part is None or part == slice(None) for part in y):
+            b, key = y, (id(x.type), a.dtype.char, a.ndim, *(part is None for part in y))
         else:
             return plain(x, y, _semantic=_semantic)
         quick = known.get(key)
