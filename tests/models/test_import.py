@@ -265,6 +265,8 @@ def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_
             },
             "activation_function = 'relu' is not supported",
         ),
+        ({"model_type": "gpt2", "n_embd": "8"}, "n_embd: expected"),
+        ({"model_type": "gpt2", "n_embd": 8, "n_head": 9, "n_layer": 1}, "num_attention_heads: expected at most"),
         ({"model_type": "mamba2", "time_step_limit": [0.0, 1.0]}, r"time_step_limit = \[0.0, 1.0\] is not supported"),
         ({"model_type": "mamba2", "use_bias": True}, "use_bias = True is not supported"),
         ({"model_type": "hgrn2-project_fox", "elementwise_affine": False}, "elementwise_affine = False"),

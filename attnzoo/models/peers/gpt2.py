@@ -9,6 +9,7 @@ from torch import Tensor
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import common_sizes, pattern
+from attnzoo.models.peers.rotary import head_dim
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -23,13 +24,14 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # tables in files of early releases
 def gpt2(settings: Settings) -> Peer:
     """GPT-2, and models with other numbers in its layout, such as DistilGPT-2 and Cerebras-GPT."""
     for ours, theirs in NAMES.items():
+        settings.optional(theirs, "int")
         settings.said_once(ours, theirs)
     settings = settings.beside({o: settings.raw(t) for o, t in NAMES.items() if t in settings})
     settings.only("add_cross_attention", False)
     settings.only("reorder_and_upcast_attn", False, True)  # only how the same scores are rounded
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     settings.only("activation_function", "gelu_new", *ACTIVATIONS)
-    scale = (D // H) ** -0.5 if settings.get("scale_attn_weights", True) else 1.0
+    scale = head_dim(settings, D, H) ** -0.5 if settings.get("scale_attn_weights", True) else 1.0
     by_depth = settings.get("scale_attn_by_inverse_layer_idx", False)
     scales = [scale / (index + 1) if by_depth else scale for index in range(L)]
     config = ModelConfig(
