@@ -23,8 +23,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def build_norm(config: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
     """A norm over the hidden size."""
-    kind = nn.RMSNorm if config.norm_kind == "rms" else nn.LayerNorm
-    return kind(config.hidden_size, eps=config.norm_eps)
+    if config.norm_kind == "rms":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
 class MLP(nn.Module):

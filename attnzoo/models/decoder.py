@@ -202,13 +202,12 @@ class LanguageModel(nn.Module):
         if embedded is None:
             self.check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
-        places = None
-        if self.positions is not None:
-            places = positions_of(
-                self.attentions()[0], embedded, cu_seqlens, attention_mask, cache[0] if cache else None
-            )
-        x = self.placed(embedded, places)  # [B, T, D]
         with AllOrNone.of(cache, len(self.blocks)):
+            places = None
+            if self.positions is not None:
+                first = cache[0] if cache else None
+                places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, first)
+            x = self.placed(embedded, places)  # [B, T, D]
             for index, block in enumerate(self.blocks):
                 if states is not None:
                     states.append(x)

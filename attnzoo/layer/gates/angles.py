@@ -136,10 +136,11 @@ class Mamba3Decay(StepSize):
         dt = self.step(x)
         a = softplus(wide(self.a_proj(x))).clamp(min=self.a_min)
         angle = math.pi * dt[..., None] * wide(self.angle_proj(x)).tanh()[..., None, :]
+        write = dt
         if self.trap_proj is not None:
             own = wide(self.trap_proj(x)).sigmoid()
-            dt_both = torch.stack([own * dt, (1 - own) * dt], -1)
-        return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), dt if self.trap_proj is None else dt_both
+            write = torch.stack([own * dt, (1 - own) * dt], -1)
+        return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), write
 
     def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
         if self.trap_proj is None:

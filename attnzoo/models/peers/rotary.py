@@ -95,29 +95,25 @@ def _peer(
     model: Mapping[str, Any] | None = None,
 ) -> Peer:
     """The mapping shared by all; `options` are further ones of the layers, and `model` of the model."""
-    kind = settings.raw("model_type")
-    model = dict(model or {})
+    kind, decoders = settings.raw("model_type"), dict(model or {})
     settings.only("use_mrope", False)
-    if "mlp_activation" not in model:
+    if "mlp_activation" not in decoders:
         settings.only("hidden_act", "silu", "swish")
     if kind in ("llama", "smollm3"):
-        model["mlp_bias"] = settings.get("mlp_bias", False)
+        decoders["mlp_bias"] = settings.get("mlp_bias", False)
     else:
         settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     G, K, eps = settings.get("num_key_value_heads", H), head_dim(settings, D, H), norm_eps(settings)
     # in these the output projection has a bias too
     outer = biases and kind not in ("qwen2", "mistral")
-    options = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer, **(options or {})}
+    layers = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer, **(options or {})}
     if norm != "none":
-        options |= {"qk_norm": norm, "qk_norm_shared": norm == "rms", "qk_norm_eps": eps}
+        layers |= {"qk_norm": norm, "qk_norm_shared": norm == "rms", "qk_norm_eps": eps}
     if kind != "phi3":
         rope_settings(settings).only("partial_rotary_factor", 1.0)
-    turn, windows, turned = (
-        rotation(settings, K, scale=options.pop("scale", None)),
-        _windows(settings, L),
-        _rotated_layers(settings, L),
-    )
+    turn = rotation(settings, K, scale=layers.pop("scale", None))
+    windows, turned = _windows(settings, L), _rotated_layers(settings, L)
     place = {} if layout.attention_after is None else {"norm": "both"}
     place |= {"norm": "after"} if layout is BEHIND else {}
     entries: list[dict[str, Any]] = [
@@ -128,8 +124,8 @@ def _peer(
         for rotated, window in zip(turned, windows, strict=True)
     ]  # fmt: skip
     config = ModelConfig(
-        attention=pattern(entries), attention_options=options, num_heads=H,
-        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied), **model,
+        attention=pattern(entries), attention_options=layers, num_heads=H,
+        intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied), **decoders,
     )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
