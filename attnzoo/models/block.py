@@ -13,6 +13,7 @@ from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
+from attnzoo.registry import get
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -57,7 +58,7 @@ class DecoderBlock(nn.Module):
         self.attention_norm = build_norm(config)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
         self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
-        if not self.attention.variant.causal:
+        if not get(layer.name).causal:
             why = "the model predicts the next token"
             raise ValueError(f"attention: expected causal variants ({why}), got {layer.name!r}")
         wide = config.mlp_size > 0
