@@ -77,7 +77,8 @@ def list_pairs(presets: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken plugins are reported below
         broken = broken_plugins()
-    own = [group[0] for group in groups()]
+    optional = [part for group in groups() for part in group if PARTS[part].optional]
+    own = [*(group[0] for group in groups()), *optional]
     table = new_table("pair", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
     for number, pair in enumerate(pairs(), 1):
         marks = {part: "x" if part in pair.requires else "" for part in own}
@@ -85,10 +86,9 @@ def list_pairs(presets: bool) -> None:
             marks["log_decay"] = "fixed"
         table.add_row(str(number), pair.linear, pair.softmax, *marks.values())
     print_table(table, console())
-    lattice = (
-        f"The transition is exp(g_t) {product_of(PARTS)}, of the parts marked. "
-        "`attnzoo show NAME` prints the equations of a pair."
-    )
+    lattice = f"The transition is exp(g_t) {product_of([p for p in PARTS if p not in optional])}, of the parts marked"
+    lattice += "".join(f"; with {in_ascii(PARTS[p].symbol)} a factor is {PARTS[p].factor}" for p in optional)
+    lattice += ". `attnzoo show NAME` prints the equations of a pair."
     others = ", ".join(f"{name} (the gate of {get(name).dual.name})" for name in list_variants("other"))
     for note in [lattice, f"Other readouts: {others}.", *(pair.note for pair in pairs() if pair.note)]:
         click.echo(textwrap.fill(note, 80))

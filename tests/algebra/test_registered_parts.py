@@ -9,12 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor
 from two_vectors import Oblique, U, two_vectors
 
 from attnzoo import Gate, Pair, Prune, build_attention, describe, get, oracle, register, register_part
 from attnzoo.algebra.gate import PARTS, GatePart
 from attnzoo.algebra.transitions import HeadGate, Transition
+from attnzoo.cli import app
 from attnzoo.layer.gates import GateProjection
 from attnzoo.registry import unregister, unregister_part
 from attnzoo.samples import random_gate
@@ -136,6 +138,16 @@ def test_they_are_what_flash_linear_attention_defines() -> None:
     theirs, _ = naive_recurrent_comba(q, k, v, 0.7 * k, beta, g[..., 0])
     ours = Gate(log_decay=g[..., 0], w=k, beta=beta, u=0.7 * k)  # type: ignore[call-arg]
     assert relative_error(get("comba").forms["chunk"](q, k, v, ours, write=beta), theirs) <= 64 * 2**-24
+
+
+def test_a_list_of_pairs_marks_the_part_beside_the_one_that_it_is_of() -> None:
+    listed = CliRunner().invoke(app, ["list"], catch_exceptions=False).output
+    lines = listed.splitlines()
+    column = next(line for line in lines if "linear side" in line).index("u_t")
+    marks = {line.split()[1]: line[column : column + 1] for line in lines if line[:3].strip().isdigit()}
+    assert {name for name, mark in marks.items() if mark == "x"} == {"two_vectors", "gdn2", "comba", "dplr"}
+    said = " ".join(listed.split())
+    assert "(I - beta_t w_t w_t^T), of the parts marked; with u_t a factor is I - beta_t u_t w_t^T." in said
 
 
 def test_nothing_is_pruned_where_a_part_may_expand_and_the_part_is_not_forgotten_by_the_oracle() -> None:
