@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import both_sides
+import converted
 import held
 import many_gpus
 import speeds
@@ -48,6 +49,7 @@ TABLES = {  # by page and the words of their markers
     },
     RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,
     RESULTS.parent / "benchmarks" / "many_gpus.md": many_gpus.TABLES,
+    RESULTS.parent / "how-to" / "convert.md": {"conversion": converted.table},
     RESULTS.parent / "how-to" / "choose.md": {"choice": speeds.choice},
     RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }
