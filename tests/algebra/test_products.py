@@ -68,7 +68,7 @@ def inputs_for(
     """The same parts whatever the others are: all are drawn, and those of ``names`` are given."""
     draws = Draws(regime, dtype, torch.Generator().manual_seed(T))
     wanted = {part for name in names for part in FACTORS[name][1]} | ({"log_decay"} if decay else set())
-    sizes = {"B": B, "T": T, **SIZES}
+    sizes = {"B": B, "T": T, "L": 3, **SIZES}
     q, k, v = (draws.normal((B, T, n, c)) for n, c in ((H, K), (G, K), (G, V)))
     parts = {p: part.sample(draws, tuple(sizes[x] for x in part.shapes[0].split(", "))) for p, part in PARTS.items()}
     return q, k, v, Gate(**{p: x for p, x in parts.items() if p in wanted})
