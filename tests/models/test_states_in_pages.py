@@ -15,6 +15,8 @@ LINEAR = {name: (name, {}) for name in list_variants() if get(name).side == "lin
     "deltaproduct": ("deltanet", {"num_householder": 3, "conv_size": 4}),
     "gated_deltaproduct": ("gated_deltanet", {"num_householder": 2}),
     "grouped": ("gated_deltanet", {"num_heads": 4, "num_qk_heads": 2, "head_dim": 8, "value_dim": 12, "conv_size": 4}),
+    "trapezoid": ("mamba3", {"trapezoid": True, "qk_bias": True, "head_dim": 16}),
+    "corrected": ("gated_deltanet", {"query_correction": True}),
     "rotary": ("retnet", {"rotary": 10000.0, "block": "pro"}),
 }
 LENGTHS = (23, 1, 9, 70)

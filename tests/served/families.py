@@ -12,6 +12,12 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.models.hf import AttnzooForCausalLM
 
 VOCABULARY = 256
+# as the import of such models makes them
+QWEN_LINEAR = {"num_qk_heads": 2, "head_dim": 16, "value_dim": 24, "conv_size": 4, "output_norm_shared": True}
+QWEN_ROPE = {
+    "name": "rope",
+    "options": {"num_kv_heads": 1, "head_dim": 32, "qk_norm": "rms", "qk_norm_shared": True, "output_gate": "sigmoid"},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "fox": {"attention": "fox"},
     "fox_pro": {"attention": "fox", "attention_options": {"block": "pro", "num_kv_heads": 2}},
@@ -34,6 +40,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
             {"name": "nope", "norm": "after"},
         ],
     },
+    "linear": {
+        "attention": [
+            *("linear_attention", "retnet", "mamba2", "gla", "complex_linear"),
+            *("deltanet", "gated_deltanet", "kda", "mamba3"),
+        ],
+    },
+    "linear_products": {
+        "attention": [
+            *("gated_gla", "rope_deltanet", "rope_gated_deltanet", "rope_gla", "rope_gated_gla"),
+            *("gated_kda", "rope_kda", "rope_gated_kda"),
+        ],
+    },
+    "linear_parts": {
+        "attention": [
+            {"name": "gla", "options": {"block": "hgrn2"}},
+            {"name": "deltanet", "options": {"num_householder": 3, "conv_size": 4}},
+            {"name": "gated_deltanet", "options": {"num_householder": 2}},
+            {"name": "mamba2", "options": {"block": "gated", "skip": True, "num_qk_heads": 1}},
+            {"name": "retnet", "options": {"rotary": 10000.0, "block": "pro"}},
+            {"name": "mamba3", "options": {"trapezoid": True, "qk_bias": True, "head_dim": 16}},
+            {"name": "gated_deltanet", "options": {"query_correction": True}},
+        ],
+    },
+    "linear_and_fox": {"attention": ["mamba2", {"name": "fox", "options": {"block": "pro"}}, "gated_deltanet"]},
+    "qwen3_next": {"attention": [*[{"name": "gated_deltanet", "options": QWEN_LINEAR}] * 3, QWEN_ROPE]},
 }
 
 

@@ -21,7 +21,11 @@ SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_model_len": 320, "max_num_seqs": 4, "max_num_batched_tokens": 64,
     "block_size": 32, "disable_log_stats": False,
 }  # fmt: skip
-PAGES = {"fox_window": 12, "hybrid": 40}  # or 28: so few that four sequences of 250 tokens have no room
+PAGES = {
+    "fox_window": 12,
+    "hybrid": 40,
+    "linear_and_fox": 13,
+}  # or 28: so few that four sequences of 250 tokens have no room
 
 
 def engine(folder: str, **settings: Any) -> Any:
@@ -76,6 +80,7 @@ def test_tokens_are_the_decoders_own(family: str, tmp_path: Path) -> None:
         assert all(output.num_cached_tokens >= 128 for output in reused), [o.num_cached_tokens for o in reused]
         before = counted(llm, "num_preemptions")
         said(llm, model, [prompt(100) for _ in range(4)], 150)
-        assert counted(llm, "num_preemptions") > before
+        if any(layer.variant.side == "softmax" for layer in model.attentions()):  # a state takes no further pages
+            assert counted(llm, "num_preemptions") > before
     finally:
         release(llm)
