@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 import torch
@@ -26,12 +26,17 @@ from attnzoo.models.hf.config import THEIRS  # noqa: E402
 
 
 def test_configuration_holds_every_field_of_the_decoder():
-    native = ModelConfig(HYBRID, {"window": 8}, 48, 4, 3, 80, 77, True, 1e-5, 0.01)
+    native = ModelConfig(
+        HYBRID, {"window": 8}, 48, 8, 3, 80, 77, True, 1e-5, norm_kind="layer", mlp_activation="gelu", mlp_gated=False,
+        mlp_bias=True, embedding_scale=2.0, learned_positions=9, logit_softcap=30.0, initializer_range=0.01,
+    )  # fmt: skip
+    plain = ModelConfig()
+    assert not [field.name for field in fields(plain) if getattr(native, field.name) == getattr(plain, field.name)]
     theirs = AttnzooConfig.of(native)
     assert theirs.native() == native
     again = AttnzooConfig.from_dict(json.loads(theirs.to_json_string()))
     assert again.native() == native
-    assert (again.num_hidden_layers, again.num_attention_heads, again.tie_word_embeddings) == (4, 3, True)
+    assert (again.num_hidden_layers, again.num_attention_heads, again.tie_word_embeddings) == (8, 3, True)
 
 
 def test_options_that_are_objects_are_written_as_a_file_spells_them():
