@@ -182,7 +182,9 @@ def phases(
             objective=phase, teacher=None if phase == "text" else str(source),
             checkpoint_every=max(1, steps // 10), forgetting=ForgettingConfig(),
             data=replace(base.data, context_length=row),
-            optimizer=replace(base.optimizer, lr=lr, warmup_steps=steps // 20, extensions=[]),
+            optimizer=replace(
+                base.optimizer, lr=lr, min_lr=min(lr, base.optimizer.min_lr), warmup_steps=steps // 20, extensions=[]
+            ),
         )  # fmt: skip
         found[phase] = load_config(asdict(_forgetting(config) if to == FORGETTING else config), rest)
     return found

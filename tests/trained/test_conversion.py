@@ -118,7 +118,9 @@ def test_gates_reach_eight_contexts_where_their_projections_give_nothing(block):
 @pytest.fixture(scope="module")
 def run(folder):
     """A finished run of RoPE, at a learning rate of its own."""
-    return train(config_of(folder, "run", "model.attention=rope", "optimizer.lr=0.02", "steps=100", "log_every=50"))
+    return train(
+        config_of(folder, "run", "model.attention=rope", "optimizer.lr=0.02", "optimizer.min_lr=0.005", "steps=100")
+    )
 
 
 def test_phases_follow_each_other_and_are_the_runs_own(folder, run):
@@ -133,6 +135,7 @@ def test_phases_follow_each_other_and_are_the_runs_own(folder, run):
     assert [config.start_from for config in found.values()] == starts
     assert [config.steps * 32 for config in found.values()] == [384, 1216, 384]
     assert [config.optimizer.lr for config in found.values()] == pytest.approx([0.02, 0.01, 0.002])
+    assert [config.optimizer.min_lr for config in found.values()] == pytest.approx([0.005, 0.005, 0.002])
 
 
 def test_a_folder_says_its_context_and_its_runs_are_long_and_slow(folder):
