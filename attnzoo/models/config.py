@@ -11,7 +11,7 @@ from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
 NORMS = ("before", "after", "both")
-WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
+WORDS = {"norm": NORMS, "norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
 KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
 THEIRS = {  # our field -> its name in Hugging Face's configurations
     "num_layers": "num_hidden_layers",
@@ -47,8 +47,7 @@ class ModelConfig:
 
     An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
     {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
-    for those layers only. `norm: after` puts the norms of these blocks behind attention and MLP (OLMo 2), `norm: both`
-    has norms before and behind them (Gemma 2).
+    for those layers only, and `norm` takes the place of the model's for their blocks.
 
     Args:
         attention: the variant of each layer, as above.
@@ -71,6 +70,8 @@ class ModelConfig:
             (GPT-2); no text can be longer. None for none.
         logit_softcap: `softcap tanh(l / softcap)` takes the place of each logit l (Gemma 2); None for none.
         initializer_range: standard deviation of the initial linear and embedding weights.
+        norm: where the norms of a block stand whose entry of `attention` does not say it: `before` attention and MLP,
+            `after` them (OLMo 2), or `both` (Gemma 2).
 
     Raises:
         ValueError: a size below 1 or beyond every model's, an option that is the model's, or layers that the list of
@@ -94,6 +95,7 @@ class ModelConfig:
     learned_positions: int | None = None
     logit_softcap: float | None = None
     initializer_range: float = 0.02
+    norm: str = "before"
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), ModelConfig.__annotations__)
@@ -169,7 +171,7 @@ class ModelConfig:
         for option in ("name", "hidden_size"):
             if option in options:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
-        norm = entry.get("norm", "before")
+        norm = entry.get("norm", self.norm)
         if norm not in NORMS:
             raise unknown("norm", norm, NORMS, of=name)
         return [LayerSpec(name, options, norm)] * repeat

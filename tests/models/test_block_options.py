@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +111,11 @@ def test_a_text_longer_than_the_learned_positions_is_refused(model, tokens):
 def test_options_that_say_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**SIZES, **options)
+
+
+def test_another_variant_keeps_where_the_model_has_its_norms():
+    config = ModelConfig(["rope", {"name": "nope", "norm": "before"}], norm="after")
+    assert [layer.norm for layer in config.layers()] == ["after", "before"] * 2
+    assert {layer.norm for layer in replace(config, attention="fox").layers()} == {"after"}
+    with pytest.raises(ValueError, match="did you mean 'after'"):
+        ModelConfig(norm="aftr")

@@ -114,12 +114,11 @@ def _peer(
         rope_settings(settings).only("partial_rotary_factor", 1.0)
     turn = rotation(settings, K, scale=layers.pop("scale", None))
     windows, turned = _windows(settings, L), _rotated_layers(settings, L)
-    place = {} if layout.attention_after is None else {"norm": "both"}
-    place |= {"norm": "after"} if layout is BEHIND else {}
+    decoders["norm"] = "after" if layout is BEHIND else "before" if layout.attention_after is None else "both"
     entries: list[dict[str, Any]] = [
         {
             "name": "rope" if rotated else "nope",
-            "options": (turn.options if rotated else {}) | ({} if window is None else {"window": window}), **place,
+            "options": (turn.options if rotated else {}) | ({} if window is None else {"window": window}),
         }
         for rotated, window in zip(turned, windows, strict=True)
     ]  # fmt: skip
