@@ -108,7 +108,7 @@ def test_layers_of_a_forgotten_text_have_the_numbers_that_they_have_in_the_model
 
 def test_each_way_to_read_an_answer_has_its_error_beside_it():
     scores = {"sample_len": 9.0, "match,strict": 0.5, "match_stderr,strict": 0.25, "acc": 0.75, "acc_stderr": 0.125}
-    found = SimpleNamespace(window=8, samples={"sums": 9}, scores={"sums": scores})
+    found = SimpleNamespace(window=8, samples={"sums": 9}, scores={"sums": scores}, average=None)
     assert [line.split() for line in lines.harness(found)[2:]] == [
         ["sums", "9", "match,strict", "0.5000", "0.2500"],
         ["sums", "9", "acc", "0.7500", "0.1250"],
