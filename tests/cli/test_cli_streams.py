@@ -47,7 +47,7 @@ def test_the_extras_install_what_the_command_line_says_they_do() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     given = {
         line.partition(">")[0].replace("pyyaml", "yaml").replace("-", "_"): extra
-        for extra in ("hf", "serve", "train", "eval")
+        for extra in ("hf", "serve", "train", "eval", "tables")
         for line in extras[extra]
         if not line.startswith("attnzoo")
     }

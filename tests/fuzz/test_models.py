@@ -18,6 +18,9 @@ GOOD = {
     "num_heads": [1, 2, 4], "hidden_size": [8, 16], "intermediate_size": [None, 0, 8], "vocab_size": [1, 11],
     "attention_options": [{}, {"block": "pro"}, {"window": 3}, {"acp": {"eps": 1e-6}}, {"acp": True}, {"conv_size": 2}],
     "tie_embeddings": [True, False], "norm_eps": [1e-5, 1], "initializer_range": [0.1, 1],
+    "norm": ["after", "both"], "norm_kind": ["rms", "layer"], "mlp_activation": ["gelu", "gelu_tanh"],
+    "mlp_gated": [True, False], "mlp_bias": [True, False], "embedding_scale": [0.5, 4], "learned_positions": [4, 9],
+    "logit_softcap": [None, 2.0],
 }  # fmt: skip
 ODD = [
     None, True, False, "no", "", "fox", "foks", -1, 0, 1, 3, 2.5, 1e-45, math.inf, math.nan, 10**30, [], [[]],
@@ -42,9 +45,9 @@ def test_random_sizes_make_a_model_or_are_refused_by_name(fuzz):
         if model is None:
             continue
         made += 1
-        tokens = torch.randint(model.config.vocab_size, (2, 4))
+        tokens = torch.randint(model.config.vocab_size, (2, min(4, model.config.learned_positions or 4)))
         output = answer(lambda model=model, tokens=tokens: model(tokens, targets=tokens), [], options)
-        assert output.logits.shape == (2, 4, model.config.vocab_size)
+        assert output.logits.shape == (*tokens.shape, model.config.vocab_size)
         assert output.logits.isfinite().all(), options
         assert output.loss.isfinite(), options
     assert made > fuzz.done // 4 or fuzz.done == 1
