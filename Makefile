@@ -116,8 +116,10 @@ check: lint types test
 
 docs-install: $(VENV)/.docs-installed
 
-$(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS),docs]'
+# what the tests alone need is not installed: it takes longer than drawing the figures
+$(VENV)/.docs-installed: pyproject.toml constraints.txt docs/package-lock.json
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,hf,testing,triton,docs]'
 	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error --fetch-retries=5
 	touch $@
 
@@ -140,7 +142,7 @@ figures: docs-install
 	$(BIN)/python docs/figures/make.py fox path
 	$(BIN)/python docs/figures/make.py
 
-docs-test: docs-site
+docs-test: install docs-site
 	$(PYTEST) --require-browser tests/docs
 
 bench: install
