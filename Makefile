@@ -82,7 +82,7 @@ WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tes
 	tests/documents/test_tutorial_commands.py::test_from_a_llama_to_a_fox
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
-		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
+		'datasets==3.6.*' 'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(RENAMED) 'transformers==5.24.*'
 	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) $(WITH_TRANSFORMERS)
 	PYTHONPATH="$(abspath $(RENAMED))" $(PYTEST) $(WITH_TRANSFORMERS)
