@@ -133,14 +133,19 @@ def gated_deltanet(settings: Settings) -> Peer:
     }  # fmt: skip
 
     def attention(take: Take, index: int) -> Named:
-        yield from _convolved(take)
-        yield from _decay(take)
-        yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
-        yield "output_norm.weight", take("o_norm.weight")
-        if gated:
-            yield "output_gate.weight", take("g_proj.weight")
+        return _gated_delta_rule(take, gated)
 
     return _peer(settings, "gated_deltanet", options, attention, heads=heads)
+
+
+def _gated_delta_rule(take: Take, gated: bool) -> Named:
+    """The weights of a layer of Gated DeltaNet, with an output gate where it is ``gated``."""
+    yield from _convolved(take)
+    yield from _decay(take)
+    yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
+    yield "output_norm.weight", take("o_norm.weight")
+    if gated:
+        yield "output_gate.weight", take("g_proj.weight")
 
 
 def gated_deltaproduct(settings: Settings) -> Peer:
@@ -192,13 +197,8 @@ def comba(settings: Settings) -> Peer:
     }  # fmt: skip
 
     def attention(take: Take, index: int) -> Named:
-        yield from _convolved(take)
-        yield from _decay(take)
-        yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
-        yield "output_norm.weight", take("o_norm.weight")
+        yield from _gated_delta_rule(take, gated)
         yield "correction", take("D") * take("decay").sigmoid()
-        if gated:
-            yield "output_gate.weight", take("g_proj.weight")
 
     return _peer(settings, "gated_deltanet", options, attention, heads=heads)
 
