@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +121,12 @@ def test_no_more_launches_are_remembered_than_said(recorder: Recorder, monkeypat
     for n in range(10):
         recorder.kernel[(1,)](X, X, n, 0.5, D=16, FLAG=True)
         assert 0 < len(recorder.kernel._known) <= 3
+
+
+def test_every_kernel_of_a_replayed_op_reports_its_launches() -> None:
+    """A replay does what was recorded: a launch that nobody writes down would be left out of it."""
+    root = Path(launched.__file__).parents[1]
+    jits = re.compile(r"((?:^@.+\n)*)^@(?:triton|gluon)\.jit.*\n^def (\w+_kernel)\(", re.MULTILINE)
+    found = {name: above for file in root.rglob("*.py") for above, name in jits.findall(file.read_text())}
+    assert {"fox_fwd_hopper_kernel", "path_block_fwd_hopper_kernel", "path_block_fwd_kernel"} <= found.keys()
+    assert [name for name, above in found.items() if "@launched\n" not in above] == []

@@ -8,14 +8,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fox_cases
 import numpy as np
+import path_cases
 import pytest
 import torch
+import wall_cases
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import replay, tiles
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.replay import Replay
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.wall import wall_attention
 
 B, N = 3, 40
 
@@ -179,3 +186,29 @@ def test_kinds_are_forgotten_rather_than_piled_up(again: Any, monkeypatch: pytes
         for _ in range(3):
             made((*pair(), float(factor)))
         assert len(made._known) <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("function", "family", "case"),
+    [
+        (fox_attention, fox_cases, fox_cases.Case(T=200, S=200, K=64, V=64)),
+        (fox_attention, fox_cases, fox_cases.Case(T=200, S=200, K=64, V=64, options={"prune": Prune(eps=1e-4)})),
+        (path_attention, path_cases, path_cases.Case(T=200, K=64, V=64)),
+        (path_attention, path_cases, path_cases.Case(T=200, K=64, V=64, options={"prune": Prune(eps=1e-4)})),
+        (path_attention, path_cases, path_cases.Case(T=200, K=64, V=64, options={"keep_carries": True})),
+        (path_attention, path_cases, path_cases.Case(T=90, K=32, V=32, diag="mixed")),
+        (wall_attention, wall_cases, wall_cases.Case(T=200, K=64, V=64)),
+    ],
+    ids=["fox", "fox-pruned", "path", "path-pruned", "path-kept", "path-decayed", "wall"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replayed_kernels_on_a_gpu_stay_within_the_budget(
+    function: Any, family: Any, case: Any, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """What a replay leaves unwritten would be NaN."""
+    for seed in range(5):
+        spoiled = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 24, *[1 << 16] * 32)]
+        del spoiled
+        x = family.inputs(case, dtype, seed)
+        family.within_budget(case, x, fox_cases.run(function, case, x, impl="triton"))

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.portable.inverse import _row_scale
 
@@ -127,6 +128,7 @@ def _identity(L_C: gl.constexpr, L_K: gl.constexpr):
     return _left(one.to(gl.float16), L_K)
 
 
+@launched
 @gluon.jit(do_not_specialize=["T", "B", "N"])
 def path_block_fwd_hopper_kernel(
     p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, p_kv, p_kx, p_kw, T, B, N,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import machine
+from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
@@ -68,6 +69,7 @@ def _store_product(p_m, plane, p_w, w_hi, w_lo, b_x, o_c, o_k, stride_wt, R, K: 
         tl.store(p_t + plane, m_lo, mask=m_k)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "B", "N"])
 def path_block_fwd_kernel(
     p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, p_kv, p_kx, p_kw, T, B, N,
