@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla
+from attnzoo.forms.backends import fla, fla_kernels
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention
@@ -257,7 +257,7 @@ def _version(package: str) -> str:
     if package == "triton" and installed_triton():
         return installed_triton()
     if package == "flash-linear-attention" and fla.VERSION:  # its kernels may be installed alone, as fla-core
-        return fla.VERSION
+        return fla_kernels.described(fla.VERSION)
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 import torch
@@ -84,6 +85,7 @@ class Contender:
         head_first: whether it takes ``[B, H, T, K]``.
         shares: whether it takes fewer key heads than query heads; else k and v are repeated in each call.
         lengths: the only lengths T at which it is timed, as some compile for minutes; empty for all.
+        switches: environment variables that each call sets, and that stay for its backward pass.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Contender:
     head_first: bool = False
     shares: bool = True
     lengths: tuple[int, ...] = ()
+    switches: Mapping[str, str] = field(default_factory=dict)
 
     def reads(self, part: str) -> bool:
         """Whether the contender reads an input."""
@@ -111,6 +114,7 @@ class Contender:
         n = x.q.shape[heads] // x.k.shape[heads]
         if n > 1 and not self.shares:
             x = replace(x, k=x.k.repeat_interleave(n, heads), v=x.v.repeat_interleave(n, heads))
+        os.environ.update(self.switches)
         return self.call(x)
 
 

@@ -24,6 +24,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,7 @@ from attnzoo.benchmarks.measure import (
     race,
     save,
 )
+from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
 
@@ -123,7 +125,11 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
         "FLA", lambda: importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn, missing
     )
     if parallel is not None:
-        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
+        alone = {fla_kernels.SWITCHES["tilelang"]: "0"}
+        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g), switches=alone))
+        other = load_peer("FLA, TileLang", fla_kernels.require_tilelang, missing)
+        if other is not None:
+            found.append(replace(found[-1], name="FLA, TileLang", switches=other))
     gated = load_peer("flash-sparse-attn", flash_sparse, missing)
     if gated is not None:
         found += [

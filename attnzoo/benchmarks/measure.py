@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnzoo.errors import unknown
 from attnzoo.files import write_whole
-from attnzoo.forms.backends import fla
+from attnzoo.forms.backends import fla, fla_kernels
 from attnzoo.kernels.common.device import installed_triton
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def describe_versions() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
         "triton": installed_triton() or "not installed",
-        "fla": fla.VERSION or "not installed",
+        "fla": fla_kernels.described(fla.VERSION) or "not installed",
         "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

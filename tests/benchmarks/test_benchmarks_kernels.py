@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from attnzoo.benchmarks import attention, fox, measure, path
+from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.path.reference import path_reference
 
@@ -127,6 +129,43 @@ def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [{**common, "softmax_threshold": t, "gate_threshold": t} for t in (0.0, None)]
     tiles = modules[f"{name}.ops.triton.launch_template"].load_launch_config
     assert [len(tiles(kernel_name=kernel, seqlen_q=1)) for kernel in ("fwd_gated", "bwd_gated")] == [5, 5]
+
+
+def test_rows_of_the_peer_say_whose_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TileLang installed it is the peer's default on Hopper: its Triton kernels have a row of their own."""
+    ran: list[str | None] = []
+
+    def parallel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        ran.append(os.environ.get("FLA_TILELANG"))
+        return v
+
+    class TileLangBackend:
+        nvcc = True
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return cls.nvcc
+
+    monkeypatch.setenv("FLA_TILELANG", "")
+    modules = {name: ModuleType(name) for name in ("fla", "fla.backends", "fla.ops.forgetting_attn", "tilelang")}
+    modules["fla.ops.forgetting_attn"].parallel_forgetting_attn = parallel  # type: ignore[attr-defined]
+    modules["fla.backends"].TileLangBackend = TileLangBackend  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    found = {one.name: one for one in fox.contenders(None)[0]}
+    x = attention.Inputs(*torch.randn(4, 1, 20, 2, 16).unbind(), -torch.rand(1, 20, 2))
+    for name in ("FLA", "FLA, TileLang", "FLA"):
+        found[name].attend(x)
+    assert ran == ["0", "1", "0"]
+    monkeypatch.setenv("FLA_TILELANG", "")
+    assert fla_kernels.described("0.6.0") == "0.6.0 with tilelang (FLA_TILELANG=0 switches it off)"
+    monkeypatch.setattr(TileLangBackend, "nvcc", False)
+    assert "FLA, TileLang: RuntimeError('flash-linear-attention finds no nvcc for it')" in fox.contenders(None)[1]
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    assert any(line.startswith("FLA, TileLang: not installed") for line in fox.contenders(None)[1])
+    monkeypatch.delitem(sys.modules, "tilelang")
+    assert fla_kernels.described("0.6.0") == "0.6.0"
 
 
 def test_flash_sparse_attn_that_is_not_installed_is_named() -> None:

@@ -1,0 +1,35 @@
+"""Packages whose kernels flash-linear-attention takes in place of its own Triton ones, where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+
+# Each with the environment variable that switches it off with "0" and on with "1".
+SWITCHES = {"tilelang": "FLA_TILELANG", "flash_qla": "FLA_FLASH_QLA", "flash_kda": "FLA_FLASH_KDA"}
+
+
+def installed() -> list[str]:
+    """Those of ``SWITCHES`` that can be imported."""
+    return [name for name in SWITCHES if importlib.util.find_spec(name) is not None]
+
+
+def described(version: str) -> str:
+    """A version of flash-linear-attention with the packages whose kernels it may take, and how to do without them."""
+    found = [f"{name} ({SWITCHES[name]}=0: off)" if os.environ.get(SWITCHES[name]) == "0"
+             else f"{name} ({SWITCHES[name]}=0 switches it off)" for name in installed()]  # fmt: skip
+    return f"{version} with {', '.join(found)}" if version and found else version
+
+
+def require_tilelang() -> dict[str, str]:
+    """The environment in which flash-linear-attention takes TileLang's kernels.
+
+    Raises:
+        ImportError: TileLang, or a release of flash-linear-attention that knows it, is not installed.
+        RuntimeError: flash-linear-attention finds no compiler for it.
+    """
+    importlib.import_module("tilelang")
+    if not importlib.import_module("fla.backends").TileLangBackend.is_available():
+        raise RuntimeError("flash-linear-attention finds no nvcc for it")
+    return {SWITCHES["tilelang"]: "1"}
