@@ -203,12 +203,18 @@ def test_kinds_are_forgotten_rather_than_piled_up(again: Any, monkeypatch: pytes
     ids=["fox", "fox-pruned", "path", "path-pruned", "path-kept", "path-decayed", "wall"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_replayed_kernels_on_a_gpu_stay_within_the_budget(
-    function: Any, family: Any, case: Any, dtype: torch.dtype
+def test_kernels_replayed_on_a_gpu_give_what_they_give_when_they_are_run(
+    function: Any, family: Any, case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """What a replay leaves unwritten would be NaN."""
-    for seed in range(5):
+    """What a replay leaves out would be NaN."""
+    for seed in range(4):  # replayed from the third on
         spoiled = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 24, *[1 << 16] * 32)]
         del spoiled
         x = family.inputs(case, dtype, seed)
-        family.within_budget(case, x, fox_cases.run(function, case, x, impl="triton"))
+        got = fox_cases.run(function, case, x, impl="triton")
+        with monkeypatch.context() as patch:
+            patch.setattr(type(recorders), "watched", lambda self: True)  # nothing is replayed where it is watched
+            want = fox_cases.run(function, case, x, impl="triton")
+        for name, y in want.items():  # the gradients of queries add up in an order that varies
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(got[name], y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
