@@ -27,9 +27,22 @@ class Traffic:
 traffic = Traffic()
 
 
-def gather(group: Any, ranks: int, *xs: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Those of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes."""
-    *found, knot = _Gather.apply(group, ranks, *xs)  # type: ignore[no-untyped-call]
+class Works(list[Any]):
+    """Collectives that have been started; what they fill may be read after :meth:`wait`."""
+
+    def wait(self) -> None:
+        """Return when all have ended (on a GPU: what is computed from now on waits for them)."""
+        for work in self:
+            work.wait()
+        self.clear()
+
+
+def gather(group: Any, ranks: int, *xs: Tensor, works: Works | None = None) -> tuple[list[Tensor], Tensor]:
+    """Those of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes.
+
+    With ``works`` they may be read after its wait alone.
+    """
+    *found, knot = _Gather.apply(group, ranks, works, *xs)  # type: ignore[no-untyped-call]
     return found, knot
 
 
@@ -46,34 +59,43 @@ def tied(x: Tensor, *knots: Tensor) -> Tensor:
     return cast(Tensor, _Tied.apply(x, *knots))  # type: ignore[no-untyped-call]
 
 
-def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    """:func:`exchange` without a gradient."""
+def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], works: Works | None = None) -> Tensor:
+    """:func:`exchange` without a gradient; with ``works`` it may be read after its wait alone."""
     out = x.new_empty(sum(receives), *x.shape[1:])
     traffic.add(x, (sum(sends) - sends[dist.get_rank(group)]) / max(1, sum(sends)))
-    dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=group)
+    given = (out, x.contiguous(), list(receives), list(sends))
+    _start(dist.all_to_all_single, works, *given, group=group)
     return out
+
+
+def _start(collective: Callable[..., Any], works: Works | None, *given: Any, group: Any) -> None:
+    """Run it to its end, or start it where there are ``works`` to wait for."""
+    work = collective(*given, group=group, async_op=works is not None)
+    if works is not None and work is not None:
+        works.append(work)
 
 
 class _Gather(torch.autograd.Function):
     """One node for all tensors, so that all ranks ask for their gradients in the same order."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: Any, ranks: int, works: Works | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, found = group, []
         for x in xs:
             traffic.add(x, ranks - 1)
             found.append(x.new_empty(ranks, *x.shape))
-            _all_gather(found[-1].view(-1), x.contiguous().view(-1), group=group)
+            _start(_all_gather, works, found[-1].view(-1), x.contiguous().view(-1), group=group)
         return *found, xs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = []
+        found, works = [], Works()
         for grad in grads[:-1]:
             traffic.add(grad, 1 - 1 / len(grad))
             found.append(grad.new_empty(grad.shape[1:]))
-            _reduce_scatter(found[-1].view(-1), grad.contiguous().view(-1), group=ctx.group)
-        return None, None, *found
+            _start(_reduce_scatter, works, found[-1].view(-1), grad.contiguous().view(-1), group=ctx.group)
+        works.wait()
+        return None, None, None, *found
 
 
 class _Exchange(torch.autograd.Function):

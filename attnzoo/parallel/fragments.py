@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.parallel.collectives import gather
+from attnzoo.parallel.collectives import Works, gather
 
 
 class Fragment(NamedTuple):
@@ -183,15 +183,27 @@ class Fragments:
     def of_all_tokens(self, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
         """Of each of this rank's ``rows [B, n, ...]``, those of each fragment in the order of the text, and the knot
         for :func:`~attnzoo.parallel.collectives.tied`."""
+        works = Works()
+        arrived, knot = self.send(works, *rows)
+        works.wait()
+        return arrived(), knot
+
+    def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
+        """What gives those of :meth:`of_all_tokens` after the wait of ``works``, and the knot."""
         most = max(map(self.count, range(self.ranks)))
         padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows]
-        lengths = [[row.size for row in self.of_rank(rank)] for rank in range(self.ranks)]
-        gathered, knot = gather(self.group, self.ranks, *padded)
-        found = []
-        for x in gathered:
-            cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in zip(x.unbind(), lengths, strict=True)]
-            found.append([cuts[row.rank][self.slot(row)] for row in self.table])
-        return found, knot
+        gathered, knot = gather(self.group, self.ranks, *padded, works=works)
+
+        def arrived() -> list[list[Tensor]]:
+            lengths = [[row.size for row in self.of_rank(rank)] for rank in range(self.ranks)]
+            found = []
+            for x in gathered:
+                pairs = zip(x.unbind(), lengths, strict=True)
+                cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in pairs]
+                found.append([cuts[row.rank][self.slot(row)] for row in self.table])
+            return found
+
+        return arrived, knot
 
     def cut(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """This rank's rows as its fragments.
@@ -203,6 +215,15 @@ class Fragments:
             have = self.count(self.rank)
             raise ValueError(f"x: expected the {have} tokens of rank {self.rank}, got shape {tuple(x.shape)}")
         return torch.split(x, self.sizes, dim)
+
+    def own_pieces(self, x: Tensor) -> list[Tensor]:
+        """This rank's rows as its fragments, among nothing of the others, in the order of the text."""
+        mine = iter(self.cut(x))
+        return [next(mine) if row.rank == self.rank else x[:, :0] for row in self.table]
+
+    def has_before(self, row: Fragment, tokens: int) -> bool:
+        """Whether this rank has the last ``tokens`` tokens before a fragment."""
+        return all(one.rank == self.rank for one in self.table if row.start - tokens < one.stop <= row.start)
 
     def positions(self) -> Tensor:
         """The place of each of this rank's tokens in its document, ``[n]`` int64."""

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.fragments import carried, times
+from attnzoo.algebra.fragments import carried, joined, times
 from attnzoo.algebra.gate import PARTS, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.parallel.collectives import tied
-from attnzoo.parallel.fragments import Fragments
+from attnzoo.parallel.collectives import Works, tied
+from attnzoo.parallel.fragments import Fragment, Fragments
 from attnzoo.parallel.pruned import Needed, allowed
 from attnzoo.parallel.rows import Rows, of_all_fragments
 from attnzoo.recurrences.products import transition_of
@@ -42,24 +42,29 @@ class Earlier:
 
     def cache(self, number: int, last: int, angle: Tensor | None) -> KVCache | None:
         """The ``last`` keys before fragment ``number``, carried to its start; None for no keys."""
-        keys: list[Tensor] = []
-        for n, k in enumerate(self.k[:number]):
-            if self.totals is not None and n:
-                total = self.totals[n]
-                keys = [times(total, x.transpose(1, 2)).transpose(1, 2) for x in keys]
-            keys.append(k)
-        count = sum(k.shape[1] for k in keys)
-        if not count or not last:
+        keys, values, gates, total = [], [], [], None
+        for n in reversed(range(number)):
+            here = slice(max(0, self.k[n].shape[1] - last), None)
+            last -= self.k[n][:, here].shape[1]
+            keys.append(times(total, self.k[n][:, here].transpose(1, 2)).transpose(1, 2))
+            values.append(self.v[n][:, here])
+            if self.log_decay is not None:
+                gates.append(self.log_decay[n][:, here])
+            if not last:
+                break
+            if self.totals is not None:
+                total = joined(self.totals[n], total)
+        if not sum(k.shape[1] for k in keys):
             return None
-        first = count - last
-        k, v = (torch.cat(list(xs), 1)[:, first:] for xs in (keys, self.v[:number]))
-        g = None if self.log_decay is None else torch.cat(list(self.log_decay[:number]), 1)[:, first:]
+        k, v, g = (torch.cat(xs[::-1], 1) if xs else None for xs in (keys, values, gates))
         phase = None if angle is None else angle.new_zeros(1, 1, 1, angle.shape[-1], dtype=torch.float64)
-        return KVCache(k, v, g, phase=phase, carried=self.totals is not None)
+        return KVCache(cast(Tensor, k), cast(Tensor, v), g, phase=phase, carried=self.totals is not None)
 
 
 def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments, pruned: bool) -> Any:
     """This rank's outputs, and their log-sum-exps with ``return_lse``.
+
+    What needs no keys of other ranks is computed while those are on their way.
 
     Args:
         pruned: whether only those keys travel of which ``prune`` says that a row may need them.
@@ -71,36 +76,42 @@ def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fra
     v, g = expand_heads(rows.v, heads), gate.log_decay
     rows = replace(rows, k=expand_heads(rows.k, heads), v=v)
     sent = [k, v] if g is None else [k, v, g]
-    needed = None
-    if pruned:
-        needed = Needed.of(rows, fragments, heads)
-        found, knot = needed.send(*sent)
-        options = replace(options, prune=allowed(options.prune))
-    else:
-        found, knot = fragments.of_all_tokens(*sent)
-    knots, all_totals = [knot], None
+    knots, all_totals = [], None
     if totals is not None:
         (all_totals,), knot = of_all_fragments(fragments, totals)
         knots.append(knot)
-    earlier = Earlier(found[0], found[1], found[2] if g is not None else None, all_totals)
-    outputs: list[Any] = []
-    for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
+    needed, works = None, Works()
+    if pruned:
+        needed = Needed.of(rows, fragments, heads)
+        options = replace(options, prune=allowed(options.prune))
+    arrived, knot = (fragments if needed is None else needed).send(works, *sent)
+    knots.append(knot)
+
+    def attended(piece: Rows, row: Fragment, last: int, k: list[Tensor], v: list[Tensor], *g: list[Tensor]) -> Any:
         number, gate = fragments.table.index(row), piece.gate
+        cache = Earlier(k, v, g[0] if g else None, all_totals).cache(number, last, gate.angle)
+        if cache is None:
+            return forms.whole(form, piece.q, piece.k, piece.v, gate, options)
+        if needed is not None:
+            cache, gate = needed.hide(number, cache, gate)
+        return forms.go_on(form, piece.q, piece.k, piece.v, gate, cache, options)[0]
+
+    calls = []
+    for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
         last = row.start - max(border for border in fragments.borders if border <= row.start)  # of its document
         if options.window is not None:
             last = min(last, options.window - 1)
         if needed is not None:
-            last = needed.most(number)
-        cache = earlier.cache(number, last, gate.angle)
-        if needed is not None and cache is not None:
-            cache, gate = needed.hide(number, cache, gate)
-        if cache is None:
-            outputs.append(forms.whole(form, piece.q, piece.k, piece.v, gate, options))
-        else:
-            outputs.append(forms.go_on(form, piece.q, piece.k, piece.v, gate, cache, options)[0])
+            last = needed.most(fragments.table.index(row))
+        calls.append((piece, row, last))
+    here = [fragments.own_pieces(x) for x in sent]
+    outputs = {row: attended(piece, row, n, *here) for piece, row, n in calls if fragments.has_before(row, n)}
+    works.wait()
+    here = arrived()
+    found = [outputs[row] if row in outputs else attended(piece, row, n, *here) for piece, row, n in calls]
     if not options.return_lse:
-        return tied(torch.cat(outputs, 1), *knots)
-    o, lse = (torch.cat(xs, 1) for xs in zip(*outputs, strict=True))
+        return tied(torch.cat(found, 1), *knots)
+    o, lse = (torch.cat(xs, 1) for xs in zip(*found, strict=True))
     return tied(o, *knots), lse
 
 

@@ -8,6 +8,7 @@ and whether a gate closes in it. All ranks get them, and each counts of its own 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from attnzoo.algebra.pruning import Prune, keys_behind_closed
 from attnzoo.algebra.transitions import heads_first, open_sums, scaled_queries
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.readout import logits_of
-from attnzoo.parallel.collectives import swap
+from attnzoo.parallel.collectives import Works, swap
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
 
@@ -85,113 +86,79 @@ class Needed:
             found[number, row.rank] = 0
         return found
 
-    def send(self, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-        """Of each of this rank's ``rows [B, n, heads or H, C]``, those of each fragment that are here, and the knot.
+    def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
+        """What gives, of each of this rank's ``rows [B, n, heads or H, C]``, those of each fragment that are here.
 
-        Of this rank's fragments all keys are; of others as many of the last as some head needs, with zeros for those
-        that a head does not.
+        To be called after the wait of ``works``. Of this rank's fragments all keys are here; of others as many of the
+        last as some head needs, with zeros for those that a head does not. Then the knot.
         """
-        B, heads = self.counts.shape[2:]
-        grouped = [x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(3).contiguous() for x in rows]
-        *sent, knot = _Send.apply(self, *grouped)  # type: ignore[no-untyped-call]
-        each, found = len(sent) // len(rows), []
-        for number, (x, own) in enumerate(zip(rows, grouped, strict=True)):
-            mine, others = iter(own.split(self.fragments.sizes, 2)), iter(sent[number * each :])
-            here = (next(mine if row.rank == self.fragments.rank else others) for row in self.fragments.table)
-            found.append([y.transpose(1, 2).reshape(B, y.shape[2], *x.shape[2:]) for y in here])
-        return found, knot
+        fragments, (B, heads), device = self.fragments, self.counts.shape[2:], rows[0].device
+        table, rank = fragments.table, fragments.rank
+        own = [table.index(row) for row in fragments.own]
+        out = self.by_rank[own].transpose(0, 1).flatten(2)  # [ranks, fragments, B heads]
+        ends = torch.tensor(fragments.sizes).cumsum(0).repeat(fragments.ranks)
+        sent = _places(out.flatten(0, 1), ends, torch.tensor(fragments.count(rank)), torch.tensor(0), heads, device)
+        order = sorted(range(len(table)), key=lambda number: table[number].rank)  # as they come, rank by rank
+        into = self.by_rank[order, rank].flatten(1)
+        most = into.amax(1)
+        sizes = most * into.shape[1]
+        slots = _places(into, most, most, sizes.cumsum(0) - sizes, heads, device)
+        receives = [int(into[[table[n].rank == source for n in order]].sum()) for source in range(fragments.ranks)]
+        grouped = [x.unflatten(2, (heads, -1)).flatten(3) for x in rows]
+        *coming, knot = _Send.apply(  # type: ignore[no-untyped-call]
+            fragments.group, out.sum((1, 2)).tolist(), receives, sent, works, *grouped
+        )
 
-    def _parcels(self, source: int, target: int) -> list[_Parcel]:
-        """What one rank sends another, a parcel per fragment."""
-        at, found, stride = 0, [], self.fragments.count(source)
-        for row in self.fragments.of_rank(source):
-            counts = self.by_rank[self.fragments.table.index(row), target].flatten()
-            at += row.size
-            found.append(_Parcel(counts, at, stride))
-        return found
+        def arrived() -> list[list[Tensor]]:
+            found = []
+            for x, mine in zip(coming, rows, strict=True):
+                blocks = x.new_zeros(int(sizes.sum()), x.shape[1]).index_copy(0, slots, x).split(sizes.tolist())
+                here = {n: one.reshape(B, -1, *mine.shape[2:]) for n, one in zip(order, blocks, strict=True)}
+                here.update(zip(own, mine.split(fragments.sizes, 1), strict=True))
+                found.append([here[n] for n in range(len(table))])
+            return found
+
+        return arrived, knot
 
 
-@dataclass(frozen=True, eq=False)
-class _Parcel:
-    """The last keys of a fragment, as many for each of N heads as ``counts [N]`` says.
+def _places(counts: Tensor, ends: Tensor, strides: Tensor, starts: Tensor, heads: int, device: torch.device) -> Tensor:
+    """Where the last keys of P fragments are, ``counts [P, B heads]`` of each, among rows ``[B, stride, heads]``.
 
     Args:
-        end: where the fragment ends among the rows of its rank.
-        stride: rows of that rank.
+        ends: where each fragment ends among its rows, ``[P]``.
+        strides, starts: how many rows of each batch there are, and what comes before the first, ``[P]`` or one number.
     """
-
-    counts: Tensor
-    end: int
-    stride: int
-
-    @cached_property
-    def total(self) -> int:
-        return int(self.counts.sum())
-
-    @cached_property
-    def most(self) -> int:
-        return int(self.counts.max())
-
-    def rows(self, device: torch.device) -> Tensor:
-        """Their places among the ``[N, rows]`` of the rank that sends them, flattened."""
-        return self._places(self.stride, self.end, device)
-
-    def slots(self, device: torch.device) -> Tensor:
-        """Their places in ``[N, most]`` where they arrive, flattened."""
-        return self._places(self.most, self.most, device)
-
-    def _places(self, stride: int, end: int, device: torch.device) -> Tensor:
-        counts, heads = self.counts, torch.arange(len(self.counts))
-        shift = heads * stride + end - counts.cumsum(0)
-        places = shift.to(device).repeat_interleave(counts.to(device), output_size=self.total)
-        return places + torch.arange(self.total, device=device)
+    number = torch.arange(counts.shape[1])
+    last = counts.flatten().cumsum(0).view_as(counts)
+    first = (number // heads * strides[..., None] + ends[:, None] - last) * heads + number % heads + starts[..., None]
+    shift, of_each = torch.stack([first, counts]).flatten(1).to(device)
+    total = int(counts.sum())
+    return shift.repeat_interleave(of_each, output_size=total) + torch.arange(total, device=device) * heads
 
 
 class _Send(torch.autograd.Function):
-    """The parcels of this rank to all others and of them to it, and their gradients back: one node for all rows."""
+    """The keys of this rank at ``places`` to all others and of them to it, and their gradients back: one node."""
 
     @staticmethod
-    def forward(ctx: Any, needed: Needed, *xs: Tensor) -> tuple[Tensor, ...]:
-        fragments, device = needed.fragments, xs[0].device
-        ranks = range(fragments.ranks)
-        out = [needed._parcels(fragments.rank, rank) for rank in ranks]
-        into = [needed._parcels(rank, fragments.rank) for rank in ranks]
-        ctx.group, ctx.shapes = fragments.group, [x.shape for x in xs]
-        ctx.sends, ctx.receives = ([sum(one.total for one in parcels) for parcels in each] for each in (out, into))
-        ctx.rows = [torch.cat([one.rows(device) for one in parcels]) for parcels in out]
-        order = [row.rank for row in fragments.table if row.rank != fragments.rank]
-        ctx.order = [(rank, order[:n].count(rank)) for n, rank in enumerate(order)]  # of the outputs: rank and slot
-        ctx.slots = [[(one.slots(device), one.most) for one in parcels] for parcels in into]
-        found = []
-        for x in xs:
-            flat = x.flatten(0, 2)
-            got = swap(ctx.group, torch.cat([flat[rows] for rows in ctx.rows]), ctx.sends, ctx.receives)
-            chunks = [
-                list(part.split([len(at) for at, _ in slots]))
-                for part, slots in zip(got.split(ctx.receives), ctx.slots, strict=True)
-            ]
-            for rank, slot in ctx.order:
-                at, most = ctx.slots[rank][slot]
-                full = x.new_zeros(x.shape[0] * x.shape[1] * most, x.shape[3])
-                found.append(full.index_copy_(0, at, chunks[rank][slot]).view(*x.shape[:2], most, x.shape[3]))
+    def forward(
+        ctx: Any, group: Any, sends: list[int], receives: list[int], places: Tensor, works: Works, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sizes, ctx.shapes = group, (sends, receives), [x.shape for x in xs]
+        ctx.save_for_backward(places)
+        found = [swap(group, x.flatten(0, 2)[places], sends, receives, works) for x in xs]
         return *found, xs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found, each = [], len(ctx.order)
-        for number, shape in enumerate(ctx.shapes):
-            mine = grads[number * each : (number + 1) * each]
-            by_rank: list[list[Tensor]] = [[] for _ in ctx.slots]
-            for (rank, slot), grad in zip(ctx.order, mine, strict=True):
-                by_rank[rank].append(grad.flatten(0, 2)[ctx.slots[rank][slot][0]])
-            like = grads[-1].new_empty(0, shape[3], dtype=mine[0].dtype if mine else None)
-            back = swap(ctx.group, torch.cat([like, *(x for xs in by_rank for x in xs)]), ctx.receives, ctx.sends)
-            wide = torch.promote_types(back.dtype, torch.float32)  # a key may have gradients of several ranks
-            total = back.new_zeros(shape[:3].numel(), shape[3], dtype=wide)
-            for rows, part in zip(ctx.rows, back.split(ctx.sends), strict=True):
-                total.index_add_(0, rows, part.to(wide))
-            found.append(total.to(back.dtype).view(shape))
-        return None, *found
+        (places,), (sends, receives) = ctx.saved_tensors, ctx.sizes
+        found, works = [], Works()
+        back = [swap(ctx.group, grad, receives, sends, works) for grad in grads[:-1]]
+        works.wait()
+        for shape, grad in zip(ctx.shapes, back, strict=True):
+            wide = torch.promote_types(grad.dtype, torch.float32)  # a key may have gradients of several ranks
+            total = grad.new_zeros(shape[:3].numel(), shape[3], dtype=wide)
+            found.append(total.index_add_(0, places, grad.to(wide)).to(grad.dtype).view(shape))
+        return None, None, None, None, None, *found
 
 
 @dataclass(frozen=True, eq=False)

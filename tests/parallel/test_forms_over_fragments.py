@@ -160,12 +160,12 @@ def test_no_byte_of_a_key_crosses_that_the_certificate_drops(monkeypatch):
     sent = []
     swap = collectives.swap
     monkeypatch.setattr(
-        pruned, "swap", lambda group, x, *sizes: sent.append((dist.get_rank(), x, sizes[0])) or swap(group, x, *sizes)
+        pruned, "swap", lambda group, x, *to: sent.append((dist.get_rank(), x, to[0])) or swap(group, x, *to)
     )
     gathered = []
     all_gather = collectives._all_gather
     monkeypatch.setattr(
-        collectives, "_all_gather", lambda out, x, group: gathered.append(x.numel()) or all_gather(out, x, group=group)
+        collectives, "_all_gather", lambda out, x, **how: gathered.append(x.numel()) or all_gather(out, x, **how)
     )
     eps = 1e-3
 
@@ -208,6 +208,32 @@ def certified(q, k, gate, fragments, eps):
                 for batch, head in needed.view(2, 2, 2).any(-1).nonzero().tolist():
                     found.setdefault((source, b.rank), set()).add(batch * 480 + j * 2 + head)
     return found
+
+
+@pytest.mark.parametrize("options", [{"transport": "gather"}, {"transport": "pruned", "prune": Prune(1e-3)}])
+def test_what_needs_no_key_of_another_rank_is_attended_to_before_the_wait_for_keys(options, monkeypatch):
+    """The first fragment of a text, and rows whose window ends among their own rank's keys."""
+    events = {}
+    forms = type(get("fox").form_set)
+
+    def noted(name, call):
+        def run(*given, **named):
+            events.setdefault(dist.get_rank(), []).append(name)
+            return call(*given, **named)
+
+        return run
+
+    for owner, name in ((forms, "whole"), (forms, "go_on"), (collectives.Works, "wait")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    fragments = Fragments.of([(0, 5, 0), (5, 12, 1), (12, 17, 1), (17, T, 0)], 2)
+    *rows, gate = random_inputs("fox", B=1, T=T, H=2, G=2, K=4, V=3, regime="open")
+
+    def rank(_):
+        local = gate.map(fragments.shard)
+        return get("fox").forms["parallel"](*fragments.shard(*rows), local, window=4, fragments=fragments, **options)
+
+    on_ranks(2, rank)
+    assert events == {0: ["whole", "wait", "go_on"], 1: ["go_on", "wait", "go_on"]}
 
 
 def test_log_sum_exps_come_too():
