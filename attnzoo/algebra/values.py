@@ -45,6 +45,13 @@ def has_values(x: Tensor) -> bool:
     return plain and not in_transform("Vmap")
 
 
+def counted(size: int | torch.Size) -> str:
+    """``", got ..."`` with a number or a shape; "" where a call is compiled, as not every size is a number there."""
+    if torch.compiler.is_compiling():
+        return ""
+    return f", got shape {tuple(size)}" if isinstance(size, torch.Size) else f", got {size}"
+
+
 def records(*tensors: Tensor | None) -> bool:
     """Whether autograd records operations on any of the tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

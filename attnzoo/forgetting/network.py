@@ -180,7 +180,7 @@ class ForgetNetwork(PreciseModule):
         Args:
             forms: of the layer's variant.
             teacher: the form that reads whole sequences with all their keys.
-            call: the inputs and options of the core.
+            call: the inputs and options of the core; without a cache ``return_lse`` is one of them.
             policy: the rules by which a cache evicts keys.
 
         Raises:
@@ -217,7 +217,7 @@ class ForgetNetwork(PreciseModule):
                 retention = self.join(self.of_keys(call.k, call.v), self.of_rows(call.q))
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         with torch.no_grad():
-            taught, lse = teacher(call.q, call.k, call.v, call.gate, **given, return_lse=True)
+            taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
         learns = self.training and torch.is_grad_enabled()
         with as_given(call.q):
             found: Forgotten = forgetful_attention(

@@ -270,6 +270,8 @@ class Attention(NoticedStarts):
         q, gate, cache = projected.q, projected.gate, stream.cache
         bound = None if self.prune is None else self._bound(cache, q.dtype)
         options = self._options(projected.write, stream.valid, stream.cu_seqlens, bound)
+        if self.forget is not None and cache is None:  # asked before the form is chosen, as not every form has it
+            options = replace(options, return_lse=True)  # type: ignore[type-var]
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.values import OPAQUE, in_transform, reads_values
+from attnzoo.algebra.values import OPAQUE, counted, in_transform, reads_values
 from attnzoo.kernels.common.arguments import check_log_dtype, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
@@ -197,7 +197,7 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
     if why:
         return why
     if not q.shape[0]:
-        return f"expected at least one sequence, got shape {tuple(q.shape)}"
+        return f"expected at least one sequence{counted(q.shape)}"
     if in_transform():
         return OPAQUE
     if q.dtype not in KERNEL_DTYPES:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
 from attnzoo.algebra.validation import check_flag, check_scale
-from attnzoo.algebra.values import reads_values, records
+from attnzoo.algebra.values import counted, reads_values, records
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import kernels_unavailable
 
@@ -71,7 +71,7 @@ def linear_steps(
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the kernel cannot take these tensors, or ""."""
     if q.shape[1] > MOST_TOKENS:
-        return f"it continues by 1 to {MOST_TOKENS} tokens at a time, got {q.shape[1]}"
+        return f"it continues by 1 to {MOST_TOKENS} tokens at a time{counted(q.shape[1])}"
     return kernels_unavailable(q, v, multiple=1, most=MOST_CHANNELS)
 
 

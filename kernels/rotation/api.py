@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.values import counted
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
 
@@ -71,7 +72,7 @@ def triton_unavailable(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = N
         if x is not None and x.dtype not in KERNEL_DTYPES:
             return f"expected {name} in bfloat16, float16 or float32, got {x.dtype}"
     if w is not None and w.ndim != 4:
-        return f"expected one vector w for each token and head, [B, T, heads, K], got {tuple(w.shape)}"
+        return f"expected one vector w for each token and head, [B, T, heads, K]{counted(w.shape)}"
     if angle.ndim == 1 and angle.requires_grad and torch.is_grad_enabled():
         return "angles [K/2] of every token have no gradient in the kernels"
     return ""

@@ -13,6 +13,7 @@ from layers import D, assert_same, layer, rows
 import attnzoo.forgetting.panels as panels
 import attnzoo.forgetting.student as forms
 import attnzoo.forgetting.target as forgetting_goal
+import attnzoo.layer.dispatch
 from attnzoo import Prune, build_attention
 from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.network import ForgetNetwork
@@ -197,6 +198,14 @@ def test_a_layer_can_be_copied_after_a_call_in_training():
     (attn.forget.terms.distillation + attn.forget.terms.budget).backward()
     assert attn.forget.key.grad is not None
     assert other.forget.key.grad is None
+
+
+def test_the_teacher_is_a_form_that_gives_log_sum_exps(monkeypatch):
+    """PyTorch's attention, which ``auto`` otherwise takes on a GPU in float64, gives none."""
+    monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
+    x, plain, forgetful = rows(2, 9), layer("rope"), layer("rope", forgetting=Forgetting(window=2))
+    assert plain(x).shape == forgetful(x).shape
+    assert (plain.picked, forgetful.picked) == ("sdpa on cpu", "reference on cpu")
 
 
 @pytest.mark.gpu

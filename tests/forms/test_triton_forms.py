@@ -99,7 +99,7 @@ def test_pieces_of_any_length_go_on_from_a_cache_of_wall(name: str) -> None:
         assert relative_error(state.k[seen], last.k[seen]) <= CLOSE
     call = Call(*piece(inputs, 24, 48), state, True, {"window": 9})
     refused = get(name).refuses("triton", call)
-    assert refused == "with a window a cache of Wall is continued by at most 16 tokens, got 24"
+    assert refused == "with a window a cache of Wall takes at most 16 new tokens, got 24"
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attnzoo.forms.backends.sdpa
+import attnzoo.layer.dispatch
 from attnzoo import Gate, build_attention, get, list_variants
 from attnzoo.errors import UnavailableError
 from attnzoo.samples import random_inputs
@@ -73,9 +76,8 @@ def assert_as_exact(
     """At most twice the error of what tensors of their own give, plus some roundings, against float64."""
     band = 8 * torch.finfo(got["o"].dtype).eps
     q, k, v = (x.double() for x in inputs[:3])
-    exact = found(
-        whole(name, "parallel"), (q, k, v, inputs[3].map(Tensor.double)), None if grad is None else grad.double()
-    )
+    form = whole(name, "parallel") if inputs[3].parts == get(name).requires else delta_rule(name, "parallel")
+    exact = found(form, (q, k, v, inputs[3].map(Tensor.double)), None if grad is None else grad.double())
     for label, x in got.items():
         want = exact[label]
         error, usual = ((y.double() - want).norm() / want.norm().clamp(min=1e-3) for y in (x, own[label]))
@@ -102,6 +104,21 @@ def whole(name: str, form: str) -> Callable[..., Tensor]:
     return get(name).forms[form]
 
 
+def delta_rule(name: str, form: str) -> Callable[..., Tensor]:
+    """The form of a variant with w, of inputs whose gate has none: it erases along the key it writes."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
+        return whole(name, form)(q, k, v, replace(gate, w=k), delta_rule=True)
+
+    return run
+
+
+def of_delta_rule(inputs: Inputs) -> Inputs:
+    """Inputs of :func:`delta_rule`, whose keys are unit vectors."""
+    q, _, v, gate = inputs
+    return q, gate.w.to(q.dtype), v, replace(gate, w=None)  # type: ignore[union-attr]
+
+
 def last_tokens(name: str, before: int, form: str) -> Callable[..., Tensor]:
     """The tokens from ``before`` on, one by one after a cache of those before."""
 
@@ -126,6 +143,13 @@ def last_tokens(name: str, before: int, form: str) -> Callable[..., Tensor]:
 def test_references_read_views_right(name: str) -> None:
     for form in (form for form in get(name).forms if form in CPU_FORMS):
         assert_views_are_read_right(name, whole(name, form), inputs_of(name, 9, (2, 2, 4, 6), torch.float64))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda"])
+def test_the_delta_rule_of_the_references_reads_views_right(name: str) -> None:
+    inputs = of_delta_rule(inputs_of(name, 9, (2, 2, 4, 6), torch.float64))
+    for form in ("chunk", "recurrent"):
+        assert_views_are_read_right(name, delta_rule(name, form), inputs)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
@@ -161,7 +185,10 @@ def test_steps_on_a_gpu_read_views_right(name: str) -> None:
 @pytest.mark.fla
 @pytest.mark.parametrize("name", PEERS)
 def test_the_peers_kernels_on_a_gpu_read_views_right(name: str) -> None:
-    assert_views_are_read_right(name, whole(name, "fla"), inputs_of(name, 128, (2, 2, 64, 64), torch.bfloat16))
+    inputs, form = inputs_of(name, 128, (2, 2, 64, 64), torch.bfloat16), whole(name, "fla")
+    if "w" in get(name).requires:
+        inputs, form = of_delta_rule(inputs), delta_rule(name, "fla")
+    assert_views_are_read_right(name, form, inputs)
 
 
 def assert_empty_sequences_are_nothing(name: str, form: str, inputs: Inputs) -> None:
@@ -211,6 +238,18 @@ def test_an_empty_batch_goes_through_a_layer_on_a_gpu_in_bfloat16(name: str) -> 
     assert_an_empty_batch_goes_through(
         build_attention(name, hidden_size=32, num_heads=2, head_dim=64).cuda().bfloat16()
     )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
+@pytest.mark.parametrize("name", ["nope", "fox", "rope"])
+def test_auto_does_not_give_an_empty_batch_to_pytorchs_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which on a GPU returns no tensor for it."""
+    monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(attnzoo.forms.backends.sdpa, "attend", lambda *given: None)
+    assert_an_empty_batch_goes_through(build_attention(name, hidden_size=32, num_heads=2, head_dim=16))
+    attn = build_attention(name, hidden_size=32, num_heads=2, impl="sdpa")
+    with pytest.raises(UnavailableError, match="impl='sdpa': expected at least one sequence, got shape"):
+        attn(torch.zeros(0, 7, 32))
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")

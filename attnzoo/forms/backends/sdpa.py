@@ -20,12 +20,13 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.sums import running_sum
-from attnzoo.algebra.values import OPAQUE, in_transform, reads_values
+from attnzoo.algebra.values import OPAQUE, counted, in_transform, reads_values
 from attnzoo.forms.backends.fox_path import Additive
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.kernels.common.untraced import constant_in_traces
 
 CHANNELS = 3  # of 8 digits each: as many digits as float32 has
 PARTS = frozenset({"log_decay", "angle"})  # with others, later tokens change the keys
@@ -75,6 +76,8 @@ def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
     def refuses(call: Call) -> str:
         if in_transform():
             return OPAQUE
+        if not call.q.shape[0]:  # on a GPU scaled_dot_product_attention would return None
+            return f"expected at least one sequence{counted(call.q.shape)}"
         borders = call.options.get("cu_seqlens")
         if borders is not None and (borders.is_meta or torch.compiler.is_compiling()):
             return "the sdpa form reads the borders of packed sequences, which a traced call does not have"
@@ -91,9 +94,7 @@ def doubts(call: Call) -> str:
     g, dtype = call.gate.log_decay, call.v.dtype
     if g is None:
         return ""
-    budget = BUDGET if dtype.itemsize == 2 else BUDGET_OF_FLOAT32
-    most = budget / logit_error(1.0, dtype)
-    held = f"a logit is off by at most {budget:g} where the running sums of the gates span at most {most:.0f}"
+    held, most = _budget(dtype)
     if not reads_values(g):
         return f"{held}, which is not read here (impl='sdpa' runs it)"
     past = None if call.state is None else call.state.log_decay
@@ -101,6 +102,14 @@ def doubts(call: Call) -> str:
     spans = [x.detach().double().clamp(min=CLOSED_AS) for x in (g, past) if x is not None and x.numel()]
     span = -sum(float((x * tokens if x.ndim == 1 else x.sum(1)).min()) for x in spans)
     return f"{held}, and these span more" if span > most else ""
+
+
+@constant_in_traces  # numbers that a compiler takes for symbols cannot be put into words
+def _budget(dtype: torch.dtype) -> tuple[str, float]:
+    """The budget of ``auto`` in words, and the largest span of the running sums with which it holds."""
+    budget = BUDGET if dtype.itemsize == 2 else BUDGET_OF_FLOAT32
+    most = budget / logit_error(1.0, dtype)
+    return f"a logit is off by at most {budget:g} where the running sums of the gates span at most {most:.0f}", most
 
 
 def attend(q: Tensor, state: KVCache, scale: float | None, channels: int) -> Tensor:

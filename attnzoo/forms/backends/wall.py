@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
+from attnzoo.algebra.values import counted
 from attnzoo.forms.backends.fox_path import (
     HONOURED,
     NO_GRADIENT,
@@ -71,7 +72,7 @@ def wall_kernel() -> Kernel:
         if call.state is not None and expects_gradient(call):
             return NO_GRADIENT
         if call.state is not None and len(call.state) and call.q.shape[1] > WALL_STEPS and _window(call):
-            return f"with a window a cache of Wall is continued by at most {WALL_STEPS} tokens, got {call.q.shape[1]}"
+            return f"with a window a cache of Wall takes at most {WALL_STEPS} new tokens{counted(call.q.shape[1])}"
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
