@@ -13,10 +13,11 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m p
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: duality figures help install demo test test-quick test-gpu test-long test-transformers test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: duality figures help install demo small test test-quick test-gpu test-long test-transformers test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
+	@echo "make small      train the small models that come with the package, on a GPU"
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
@@ -41,6 +42,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/attnzoo compare demo --jobs $(JOBS)
+
+# the licences are named in the configuration, which pins the same packages
+small: install
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target small_text transformers==5.17.0 sympy==1.14.0 \
+		networkx==3.6.1 torch-geometric==2.8.0.post1 huggingface_hub==1.33.0 pygments==2.21.0
+	$(BIN)/attnzoo compare small --jobs 4
+	rm -rf attnzoo/trained/small/*
+	for run in runs/small/*-small; do $(BIN)/attnzoo export $$run --bare --to attnzoo/trained/small/$${run##*/} || exit; done
 
 test: install
 	$(BIN)/python -c 'import lm_eval, pyarrow, zarr, zstandard'  # without them their tests would be skipped

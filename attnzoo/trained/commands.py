@@ -189,14 +189,15 @@ def generate(
 @click.command()
 @click.argument("run", type=PATH)
 @to_option
-def export(run: Path, folder: Path) -> None:
+@click.option("--bare", is_flag=True, help="Write a run instead, without the optimizer's state and in bfloat16.")
+def export(run: Path, folder: Path, bare: bool) -> None:
     """Write a run as a model folder of Hugging Face.
 
     `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
     """
-    from attnzoo.trained.exchange import export_run
+    from attnzoo.trained.exchange import bare_run, export_run
 
-    click.echo(f"model: {export_run(run, folder)}")
+    click.echo(f"model: {(bare_run if bare else export_run)(run, folder)}")
 
 
 def _list_kinds(context: click.Context, on: bool) -> None:

@@ -21,11 +21,11 @@ from attnzoo.models.generation.request import Request
 from attnzoo.trained.model import TrainedModel, load_trained
 
 
-def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None) -> TrainedModel:
+def load_text_model(source: str | Path, device: str, dtype: torch.dtype | None = None) -> TrainedModel:
     """The model of a run's newest whole checkpoint, or of a model folder, checked to have a tokenizer.
 
     Args:
-        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
+        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote; or a small model's name.
         device: the device of the model.
         dtype: the dtype of the weights; None keeps that of the files.
 
@@ -47,7 +47,7 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
             f"{TOKENIZER} into the folder"
         )
     if not found.has_text:
-        read_tokenizer(source)  # raises and names what is missing
+        read_tokenizer(Path(source))  # raises and names what is missing
     for layer in found.model.attentions():
         if layer.forget is not None and layer.forget.blend != 1:
             now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"

@@ -13,11 +13,11 @@ from attnzoo.data.tokenizer import special_tokens
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL
+from attnzoo.training.digests import MODEL, WEIGHTS, write_digests
 from attnzoo.training.folder import load_run
 from attnzoo.training.forgetting import config_now
 from attnzoo.training.recipe import load_config, to_yaml
-from attnzoo.training.start import check_ours, tokenizer_of
+from attnzoo.training.start import KEPT, check_ours, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,44 @@ def export_run(run: Path, folder: Path) -> Path:
             (part / name).write_bytes(content)
         AttnzooForCausalLM.of(model, **special_tokens(tokenizer)).save_pretrained(part)
         (part / "README.md").write_text(_card(model, config, step, bool(tokenizer)))
+    return folder
+
+
+def bare_run(run: Path, folder: Path) -> Path:
+    """Write a run with its newest whole checkpoint alone, without the optimizer's state and in bfloat16.
+
+    `generate`, `evaluate`, `maps` and all else that reads a run's model read the folder, without transformers; training
+    does not go on from it, but may start from its weights. Parameters that are never rounded stay in float32.
+
+    Args:
+        run: the folder of a run.
+        folder: what to write; it must not exist, or be empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: no run, or none with a checkpoint.
+        FileExistsError: there is something in `folder`.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    checkpoint = usable_checkpoint(run, MODEL)
+    model, config = load_run(run, checkpoint=checkpoint)
+    assert checkpoint is not None  # or it was not loaded
+    state = model.to(torch.bfloat16).state_dict()
+    if config.model.tie_embeddings:
+        del state["head.weight"]
+    with whole_folder(folder) as part:
+        to = part / checkpoint.relative_to(run)
+        to.mkdir(parents=True)
+        save_file(state, to / WEIGHTS)
+        shutil.copyfile(checkpoint / "progress.json", to / "progress.json")
+        write_digests(to)
+        (part / "config.yaml").write_text(to_yaml(config))
+        if (run / KEPT).is_dir():
+            shutil.copytree(run / KEPT, part / KEPT)
     return folder
 
 

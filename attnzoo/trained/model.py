@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from attnzoo.data.tokenizer import (
 )
 from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
-from attnzoo.errors import UnavailableError
+from attnzoo.errors import UnavailableError, nearest
 from attnzoo.files import json_object
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import identity, read_progress, usable_checkpoint
@@ -39,6 +39,7 @@ from attnzoo.training.folder import check_data, load_run
 from attnzoo.training.model import new_model
 from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 
+SMALL = Path(__file__).parent / "small"  # runs that come along, each a folder named after it
 LONG = 2**24  # most tokens to read of a text
 
 
@@ -171,8 +172,13 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
+def small_models() -> list[str]:
+    """The names of the small trained models that come along."""
+    return sorted(path.name for path in SMALL.glob("*/"))
+
+
 def load_trained(
-    source: Path,
+    source: str | Path,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     checkpoint: Path | None = None,
@@ -183,9 +189,9 @@ def load_trained(
 
     Args:
         source: the folder of a run, or one that holds `config.json` and weights, of any kind that `attnzoo import`
-            takes.
+            takes; or, where nothing of that path exists, the name of a small model that comes along.
         device: the device of the model.
-        dtype: the dtype of the weights; None keeps that of the files.
+        dtype: the dtype of the weights; None keeps that of the files, and is float32 for a model that comes along.
         checkpoint: the checkpoint of a run to load; None for the newest whole one.
         others: whether models of other libraries are accepted.
 
@@ -194,6 +200,9 @@ def load_trained(
         ValueError: an unknown kind of model.
         ModuleNotFoundError: transformers, for a folder of ours, is not installed.
     """
+    source, name = Path(source), str(source)
+    if not source.exists() and name in small_models():
+        return replace(load_trained(SMALL / name, device, dtype or torch.float32), title=name)
     if (source / "config.yaml").is_file():
         checkpoint = checkpoint or usable_checkpoint(source, MODEL)
         model, config = load_run(source, device, checkpoint)
@@ -209,7 +218,8 @@ def load_trained(
 def _what_is_there(source: Path) -> str:
     """A hint, for an error, about a path that is neither a run nor a model folder."""
     if not source.exists():
-        return ", which does not exist"
+        close = nearest(str(source), small_models())
+        return ", which does not exist" + (f"; did you mean {close!r}?" if close else "")
     if not source.is_dir():
         return ", which is a file"
     inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}

@@ -18,7 +18,7 @@ from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import parse_json, write_whole
-from attnzoo.trained.model import TrainedModel, fresh_model, load_trained
+from attnzoo.trained.model import TrainedModel, fresh_model, load_trained, small_models
 from attnzoo.training.recipe import load_config
 
 FOLDER = "evaluations"  # folder of results in a run's folder
@@ -28,8 +28,8 @@ def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None)
     """The model of a run or a model folder, or one with fresh weights by the name of a configuration.
 
     Args:
-        what: the folder of a run, a folder in Hugging Face's layout, a configuration file, or the name of a built-in
-            configuration or preset.
+        what: the folder of a run, a folder in Hugging Face's layout, a configuration file, or the name of a small
+            trained model, of a built-in configuration or of a preset.
         device: the device of the model.
         dtype: the dtype of the weights; None keeps theirs.
 
@@ -37,8 +37,8 @@ def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None)
         FileNotFoundError: nothing of that name; the nearest is named.
         ValueError: a model of a kind that is not known.
     """
-    if Path(what).is_dir():
-        return load_trained(Path(what), device, dtype)
+    if Path(what).is_dir() or what in small_models():
+        return load_trained(what, device, dtype)
     try:
         found = find_config(what, "train")
     except FileNotFoundError as error:
