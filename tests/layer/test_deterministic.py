@@ -11,13 +11,6 @@ from attnzoo.models import LanguageModel
 CONFIG = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 40, "intermediate_size": 64}
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 64, 77])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_sums_by_doubling_are_running_sums(n, dim):
