@@ -47,9 +47,9 @@ def alone(model, prompt, new):
 
 
 @torch.no_grad()
-def filled(attn, lengths, tokens, paged=None):
+def filled(attn, lengths, tokens, paged=None, eight_bits=False):
     """A cache of a batch whose rows have seen so many tokens (0: idle), and those of its sequences alone."""
-    like, batch, caches = attn.new_cache(), BatchRows.idle(len(lengths)), []
+    like, batch, caches = attn.new_cache(), BatchRows.idle(len(lengths), eight_bits=eight_bits), []
     attn(rows(1, 1), cache=like)
     fixed = FixedCache.of(attn, like, batch, tokens, paged=paged)
     for row, T in enumerate(lengths):

@@ -5,9 +5,10 @@
 Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by default. The gates of FoX are those of
 fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by
 a scalar. Caches are filled with random keys, values and states, so that nothing waits for a prompt. A step draws the
-likeliest token of every row. Maps of one input are one product where a name says fused, and on the linear side. Peers:
-the Llama of transformers with the same sizes, with its growing cache, and with its static cache, compiled. What does
-not fit into the GPU's memory is left out, and said. Writes results.json and results.md.
+likeliest token of every row. Cached keys and values have 8 bits where a name says fp8. Maps of one input are one
+product where a name says fused, and on the linear side. Peers: the Llama of transformers with the same sizes, with its
+growing cache, and with its static cache, compiled. What does not fit into the GPU's memory is left out, and said.
+Writes results.json and results.md.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TimedModel:
         name: shown name.
         attention: the variant of every layer.
         options: options of its layers.
-        evict: see :class:`~attnzoo.models.generation.engine.Generator`.
+        evict, kv_dtype: see :class:`~attnzoo.models.generation.engine.Generator`.
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
         fuse: whether maps of one input are one product.
@@ -72,6 +73,7 @@ class TimedModel:
     graph: bool = True
     compile: bool = True
     fuse: bool = False
+    kv_dtype: str | None = None
 
 
 PRO = {"block": "pro", "acp": True}
@@ -80,7 +82,10 @@ OURS = (
     TimedModel("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
     TimedModel("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
     TimedModel("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
+    TimedModel("FoX (Pro) + ACP, fp8, fused", "fox", PRO, fuse=True, kv_dtype="fp8"),
+    TimedModel("FoX (Pro) + ACP, evicting, fp8, fused", "fox", PRO, EVICT, fuse=True, kv_dtype="fp8"),
     TimedModel("FoX (Pro), fused", "fox", {"block": "pro"}, fuse=True),
+    TimedModel("FoX (Pro), fp8, fused", "fox", {"block": "pro"}, fuse=True, kv_dtype="fp8"),
     TimedModel("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
     TimedModel("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     TimedModel("RoPE", "rope"),
@@ -157,7 +162,7 @@ def _pages(state: PagedCache, tokens: int) -> PagedCache:
 def generator_of(model: LanguageModel, contender: TimedModel, batch: int, tokens: int, steps: int) -> Generator:
     """A generator whose rows all have ``tokens`` cached tokens."""
     generator = Generator(
-        model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
+        model, batch, tokens + steps + 1, check_every=16, evict=contender.evict, kv_dtype=contender.kv_dtype,
         graph=contender.graph and model.embedding.weight.is_cuda,
         compile=contender.compile and model.embedding.weight.is_cuda, fuse=contender.fuse,
     )  # fmt: skip

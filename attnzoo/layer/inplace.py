@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.inplace import BatchRows, Memory
+from attnzoo.kernels.decode.eight_bits import longer
 from attnzoo.layer.stream import LayerCache, Stream
 
 
@@ -80,9 +80,12 @@ class FixedCache:
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
+        if rows.eight_bits and like.state.grows:
+            check_eight_bits(layer, memory, like)
         dtype, gives_up = like.dtype or torch.float32, like.evict is not None and not like.evict.offload
-        bounded = None if layer.prune is None else functools.partial(layer.logit_bound, dtype)
-        promised = functools.partial(layer.query_bounds, dtype) if gives_up else None
+        longest = longer(layer.config.key_dim) if rows.eight_bits else 1.0  # that a key may become
+        bounded = None if layer.prune is None else lambda: _scaled(layer.logit_bound(dtype), longest)
+        promised = (lambda: _promised(layer.query_bounds(dtype), longest)) if gives_up else None
         bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory, dtype)
         return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)
 
@@ -141,6 +144,36 @@ class FixedCache:
         if x.shape[:2] != (len(self.rows.length), T):
             number = "one token" if T == 1 else f"{T} tokens"
             raise ValueError(f"x: expected {number} of each of {len(self.rows.length)} rows, got {tuple(x.shape)}")
+
+
+def check_eight_bits(layer: Any, memory: Memory, like: LayerCache) -> None:
+    """Raise where the memory of a layer's keys does not hold them in 8 bits.
+
+    Raises:
+        ValueError: so it is; the message says why.
+    """
+    offloaded = like.evict is not None and like.evict.offload
+    if memory.eight_bits and not offloaded:
+        return
+    why = "its keys lie in no pages here"
+    if offloaded:
+        why = "keys on the host have the model's dtype"
+    elif layer.forget is not None:
+        why = "it gives up single keys, which lie in no pages"
+    elif layer.variant.carries:
+        why = "later tokens change its cached keys"
+    raise ValueError(f"kv_dtype: expected None with a layer of {layer.variant.name!r} ({why}), got 'fp8'")
+
+
+def _scaled(bound: Tensor | None, factor: float) -> Tensor | None:
+    return None if bound is None else bound * factor
+
+
+def _promised(bounds: QueryBounds | None, longest: float) -> QueryBounds | None:
+    """Bounds of later rows, where keys may become ``longest`` times as long as the layer makes them."""
+    if bounds is None:
+        return None
+    return QueryBounds(bounds.query, bounds.own * longest, _scaled(bounds.score, longest))
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,6 +101,9 @@ budget_option = click.option(
     metavar="TOKENS|SIZE",
     help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
 )
+kv_dtype_option = click.option(
+    "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
+)
 device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 dtype_option = click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
@@ -146,6 +149,11 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
 @evict_option
 @budget_option
+@kv_dtype_option
+@click.option("--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none.")
+@click.option(
+    "--draft-tokens", type=click.IntRange(1, 15), default=5, show_default=True, help="Proposed at a time, with --draft."
+)
 @device_option
 @dtype_option
 def generate(
@@ -153,11 +161,11 @@ def generate(
     prompt: str,
     max_tokens: int,
     stop: tuple[str, ...],
-    evict: float | str | None,
-    budget: int | str | None,
+    draft: Path | None,
+    draft_tokens: int,
     device: str,
     dtype: str | None,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Continue a text.
 
@@ -166,11 +174,14 @@ def generate(
     """
     import torch
 
-    from attnzoo.trained.continuation import Continuation, load_text_model
+    from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
     from attnzoo.trained.model import device_named
 
-    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling, stop)
+    sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
+    placed = device_named(device), getattr(torch, dtype) if dtype else None
+    loaded = load_text_model(source, *placed)
+    proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), draft_tokens)
+    continuation = Continuation(loaded, prompt, max_tokens, sampling=sampling, stop=stop, draft=proposes, **options)
     click.echo(prompt, nl=False)
     interrupted = None
     try:

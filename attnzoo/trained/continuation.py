@@ -17,6 +17,7 @@ from attnzoo.data.shards import TOKENIZER
 from attnzoo.data.tokenizer import read_tokenizer
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.models.generation.engine import Generator
+from attnzoo.models.generation.proposals import Draft, from_model
 from attnzoo.models.generation.request import Request
 from attnzoo.trained.model import TrainedModel, load_trained
 
@@ -57,6 +58,21 @@ def load_text_model(source: str | Path, device: str, dtype: torch.dtype | None =
     return found
 
 
+def draft_of(source: TrainedModel, other: TrainedModel, tokens: int) -> Draft:
+    """What another trained model proposes to ``source``, so many tokens at a time.
+
+    Raises:
+        ValueError: a model with other tokens.
+    """
+    text = "Ein Text, a text: 1 + 1 = 2.\n"
+    sizes = [each.model.config.vocab_size for each in (source, other)]
+    if sizes[0] != sizes[1] or source.encode(text) != other.encode(text):
+        raise ValueError(
+            f"--draft: expected a model with the same tokens ({sizes[0]}), got one with others ({sizes[1]})"
+        )
+    return from_model(other.model.eval(), tokens)
+
+
 @dataclass(eq=False)
 class Continuation:
     """A continuation of a prompt: the constructor allocates the caches, and iteration draws the text.
@@ -67,6 +83,8 @@ class Continuation:
         max_tokens: the most tokens to draw.
         evict: the total weight that a row may lose by evicted keys, or "offload", or None to evict none.
         budget: the tokens or memory that each layer with One-Pass Forgetting may hold, or None.
+        kv_dtype: "fp8", or None for the model's dtype.
+        draft: what proposes tokens, or None.
         sampling: see :meth:`~attnzoo.models.generation.engine.Generator.add`.
         stop: texts, or names of special tokens, before the first of which the continuation ends.
 
@@ -86,6 +104,8 @@ class Continuation:
     max_tokens: int
     evict: float | str | None = None
     budget: int | str | None = None
+    kv_dtype: str | None = None
+    draft: Draft | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     request: Request = field(init=False)
@@ -103,8 +123,9 @@ class Continuation:
         if "" in self.stop:
             raise ValueError("stop: expected texts of at least one character, got ''")
         self._generator = Generator(
-            self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
-        )
+            self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
         special = self.source.decode.special
         ends = self.source.stop | {special[text] for text in self.stop if text in special}
         number = self._generator.add(tokens, self.max_tokens, stop=ends, **self.sampling)
@@ -120,7 +141,7 @@ class Continuation:
             int(generator.batch.tokens[0])  # waits for the device
             self.prefill_seconds = time.perf_counter() - start
             text = Unfolding(self.source.decode, request.prompt, self.stop)
-            for _ in generator.stream():
+            for _ in generator.stream(self.draft):
                 if not begun:
                     begun, before = time.perf_counter(), len(request.tokens)
                 ended = request.tokens[-1] in request.stop
@@ -141,6 +162,8 @@ class Continuation:
             f"{new} tokens after {length} of the prompt ({self.prefill_seconds:.2f} s){speed}",
             f"caches: {_memory(self.bytes)} on {self.source.model.embedding.weight.device}",
         ]
+        if self.draft is not None:
+            lines.append(f"{self.request.accepted} of {self.request.proposed} proposed tokens were the model's own")
         kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
         forgets = [layer for layer, each in enumerate(self.source.model.attentions()) if each.forget is not None]
         read = self.request.read

@@ -64,7 +64,7 @@ def paged_attention(
     Source: split keys as in Dao et al., "Flash-Decoding", 2023; pages as in Kwon et al., "PagedAttention", 2023; equal
     shares as in Osama et al., "Stream-K", 2023.
     """
-    (keys, values, k_norm), (table, first, length), gates = state
+    (keys, values, k_norm, exponents), (table, first, length), gates = state
     sink, logit_bound = options.sink, options.logit_bound
     others = {"first_visible": first_visible, "log_decay": log_decay, "sink": sink, "logit_bound": logit_bound}
     check_pages("q", q, state, others)
@@ -73,7 +73,7 @@ def paged_attention(
     check_tokens("q", T)
     if H % G:
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
-    if keys.shape[2] != K or q.dtype != keys.dtype:
+    if keys.shape[2] != K or (exponents is None and q.dtype != keys.dtype):
         raise ValueError(f"keys: expected {q.dtype} [P, PAGE, K={K}] as in q, got {keys.dtype} {tuple(keys.shape)}")
     if gates is not None and log_decay is not None:
         raise ValueError("log_decay: expected None with gates of each token, got a tensor")
@@ -114,7 +114,8 @@ def paged_append(
     The table must have their pages; what has none there (-1) is not written. One launch, no host synchronisation.
 
     Args:
-        k: [B, T, G, K], v: [B, T, G, V], the new tokens, T <= 16, in the dtype of the pages.
+        k: [B, T, G, K], v: [B, T, G, V], the new tokens, T <= 16, in the dtype of the pages, or of any where these
+            have 8 bits.
         state: as before these tokens; changed, but for the table and the first pages.
         log_decay: [B, T, H] float32 log decays of the new tokens, <= 0, where the state has gates.
         count: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
@@ -127,14 +128,15 @@ def paged_append(
     Raises:
         ValueError, TypeError, ImportError: as ``paged_attention``.
     """
-    (keys, values, k_norm), (table, _, length), gates = state
+    (keys, values, k_norm, exponents), (table, _, length), gates = state
+    dtype = keys.dtype if exponents is None else None
     check_pages("k", k, state, {"log_decay": log_decay, "count": count}, needed=("k_norm",))
     (B, T, G), N, V = k.shape[:3], table.shape[2], values.shape[2]
     check_tokens("k", T)
     check_gates(state, log_decay, "log_decay")
     H = G if gates is None else G * gates.decay.shape[2]
     check_shapes({
-        "k": (k, (B, T, table.shape[1], keys.shape[2]), keys.dtype), "v": (v, (B, T, G, V), keys.dtype),
+        "k": (k, (B, T, table.shape[1], keys.shape[2]), dtype), "v": (v, (B, T, G, V), dtype),
         "k_norm": (k_norm, (B, G, N), torch.float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
         **shapes_of_gates(state, H), "count": (count, (B,), torch.int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
@@ -176,10 +178,12 @@ def check_pages(
     Args:
         mixed: values may have another dtype than keys.
     """
-    (keys, values, k_norm), table, gates = state
+    (keys, values, k_norm, exponents), table, gates = state
     sums = {} if gates is None else gates._asdict()
     required = {"keys": keys, "values": values, **table._asdict(), **sums}
-    check_tensors({"q": x, **required, "k_norm": k_norm, **others}, needed=("q", *required, *needed))
+    check_tensors(
+        {"q": x, **required, "k_norm": k_norm, "exponents": exponents, **others}, needed=("q", *required, *needed)
+    )
     if x.ndim != 4:
         raise ValueError(f"{name}: expected [B, T, heads, dim], got shape {tuple(x.shape)}")
     page = keys.shape[1] if keys.ndim == 3 else 0
@@ -189,7 +193,8 @@ def check_pages(
     if entries.ndim != 3 or entries.shape[0] != x.shape[0] or 0 in entries.shape:
         raise ValueError(f"table: expected [B={x.shape[0]}, G, N], got {tuple(entries.shape)}")
     check_shapes({
-        "keys": (keys, tuple(keys.shape), None),
+        "keys": (keys, tuple(keys.shape), None if exponents is None else torch.uint8),
+        "exponents": (exponents, (*keys.shape[:2], 2), torch.int8),
         "values": (values, (*keys.shape[:2], values.shape[-1]), None if mixed else keys.dtype),
         "table": (entries, tuple(entries.shape), torch.int32), "length": (table.length, x.shape[:1], torch.int32),
     })  # fmt: skip

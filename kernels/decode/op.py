@@ -51,7 +51,7 @@ def _write_fake(x: PageWrite) -> PagesWritten:
 
 
 paged_infer_op = NamedOp("attnzoo::paged_infer", PagedInference, PagedOutput, _infer, _infer_fake)
-CHANGED = ("keys", "values", "length", "k_norm", *GateState._fields)
+CHANGED = ("keys", "values", "length", "k_norm", "exponents", *GateState._fields)
 paged_write_op = NamedOp("attnzoo::paged_write", PageWrite, PagesWritten, _write, _write_fake, CHANGED)
 
 

@@ -64,7 +64,7 @@ def paged_path_step(
 
     Source: Yang et al., "PaTH Attention", 2025, section 3, whose tree is cut off at groups here.
     """
-    (keys, values, _), (table, _, length), _ = state
+    (keys, values, *_), (table, _, length), _ = state
     k, log_decay, H = tokens.k, tokens.log_decay, q.shape[2]
     others = {"log_decay": log_decay, "sink": options.sink, "logit_bound": options.logit_bound, "v": v}
     tokens = _checked(tokens, state, groups, others)
@@ -126,7 +126,7 @@ def _checked(tokens: PathTokens, state: PagedState, groups: PathGroups, others: 
         carried = {"open_keys": opened.keys, "open_factor": opened.factor, "base": opened.base}
     named = {"w": w, "beta": beta, "factor": factor, **carried, "count": count, **others}
     check_pages("k", k, state, named, ("k_norm", "w", "beta", "factor", *carried), mixed=True)
-    (keys, _, k_norm), (table, first, _), _ = state
+    (keys, _, k_norm, _), (table, first, _), _ = state
     (B, T, G, K), (P, PAGE, _), N = k.shape, keys.shape, table.shape[2]
     each, int32, float32 = tuple(w.shape[3:-1])[:1], torch.int32, torch.float32  # the factors of a token
     wanted: Shapes = {

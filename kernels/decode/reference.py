@@ -11,6 +11,7 @@ from attnzoo.algebra.gate import is_closed
 from attnzoo.kernels.common.constants import CLOSED
 from attnzoo.kernels.common.dense import dense_readout
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.decode.eight_bits import write, written
 from attnzoo.kernels.decode.state import PagedState
 
 
@@ -24,8 +25,8 @@ def paged_reference(
         compute_dtype: of the operands of both matrix products (the softmax is float32 or better). Default: float64 for
             float64 inputs, else float32.
     """
-    (k, v, k_norm), (table, first, length), gates = state
-    (B, T, H, K), PAGE, G = q.shape, k.shape[1], table.shape[1]
+    (_, _, k_norm, _), (table, first, length), gates = state
+    (B, T, H, K), PAGE, G = q.shape, state.pages.keys.shape[1], table.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
     N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
@@ -41,7 +42,8 @@ def paged_reference(
     if first_visible is not None:
         seen = seen & (j >= first_visible[..., None])
     ids = table.clamp(min=0).long()
-    keys, values = (x[ids].flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
+    found = written(state.pages, ids)
+    keys, values = (x.flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in found)  # [B, G, S, .]
     keys, values = (_of_queries(x, H) for x in (keys, values))
     logits = options.scores((q.transpose(1, 2).to(cd) @ keys.mT).to(wide), K)
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
@@ -103,7 +105,7 @@ def append_reference(
     k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, state: PagedState
 ) -> Tensor | None:
     """``paged_append`` token by token, in place; the first key that each new row may see, None without gates."""
-    (keys, values, k_norm), (table, _, length), gates = state
+    (keys, _, k_norm, _), (table, _, length), gates = state
     assert k_norm is not None
     (B, T, G, _), PAGE = k.shape, keys.shape[1]
     visible = None if gates is None else length.new_zeros((B, gates.decay.shape[2] * G, T))
@@ -115,8 +117,8 @@ def append_reference(
         pages = table[b, :, n].long()  # [M, G]
         m, g = (pages >= 0).nonzero(as_tuple=True)
         to, row, page = (pages[m, g], i[m]), b[m], n[m]
-        keys[to], values[to] = k[row, t, g], v[row, t, g]
-        long = keys[to].float().norm(dim=-1) * 1.00001
+        new = write(state.pages, to, k[row, t, g], v[row, t, g])
+        long = new.float().norm(dim=-1) * 1.00001
         k_norm[row, g, page] = torch.maximum(long, k_norm[row, g, page] * (i[m] > 0))
         if log_decay is None or gates is None or visible is None:
             continue

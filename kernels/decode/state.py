@@ -14,11 +14,14 @@ class KeyPages(NamedTuple):
         keys: [P, PAGE, K], values: [P, PAGE, V], contiguous; PAGE is a power of 2 from 16 on.
         k_norm: [B, G, N] float32, at least the length of each page's longest key; None where nothing reads it: in
             attention without pruning.
+        exponents: [P, PAGE, 2] int8, of keys and of values in 8 bits (``eight_bits.py``), which are uint8 then; None
+            for those in the dtype of the queries.
     """
 
     keys: Tensor
     values: Tensor
     k_norm: Tensor | None = None
+    exponents: Tensor | None = None
 
 
 class PageTable(NamedTuple):

@@ -59,14 +59,15 @@ def paged_step(
         options, impl: as ``paged_attention``.
 
     Returns:
-        [B, T, H, V] in the dtype of ``values``.
+        [B, T, H, V] in the dtype of ``values``, or of q where these have 8 bits.
 
     Raises:
         ValueError, TypeError, ImportError: as ``paged_attention``.
     """
-    (keys, values, _), table, gates = state
+    (keys, values, _, exponents), _, _ = state
     _check(q, k, v, state, past, count, parts, options)
-    if pick_implementation("decode_step", impl, triton_unavailable(keys, values)) == "triton":
+    like = keys if exponents is None else q
+    if pick_implementation("decode_step", impl, triton_unavailable(like, values)) == "triton":
         from attnzoo.kernels.decode.op import step
 
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -75,7 +76,9 @@ def paged_step(
             parts = parts._replace(finish=parts.finish._replace(gate=gate.contiguous()))
         return step((q, k, v), state, past, count, parts, options.sink, options.of_op(q.shape[3]))
     q, k, v, g = _rows((q, k, v), parts, count)
-    q, k, v = (x.to(keys.dtype) for x in (q, k, v))
+    q = q.to(like.dtype)
+    if exponents is None:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     visible = append_reference(k, v, None if g is None else g.to(of_gates(keys)), count, state)
     with as_given(q):
         o = paged_reference(q, state, first_visible=visible, options=options)
@@ -88,7 +91,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Types, shapes, dtypes, devices and options."""
     gate, shift, norm, finish = parts
-    (keys, values, k_norm), (table, first, _), _ = state
+    (keys, values, k_norm, _), (table, first, _), _ = state
     logits, bias = (gate.logits, gate.bias) if isinstance(gate, Forget) else (gate, None)
     others = {"past": past, "count": count, "gate": logits, "bias": bias, "sink": options.sink}
     others |= {"logit_bound": options.logit_bound, "finish.scale": finish.scale, "finish.gate": finish.gate}

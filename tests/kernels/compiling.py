@@ -110,6 +110,11 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     whole = functools.partial(step.paged_step, q, new, new, past=length.long(), count=length, impl="triton")
     whole(plain, parts=parts)
     whole(decayed, parts=parts._replace(gate=step.Forget(q[..., 0], gates[0, 0])))
+    bits, exponents = torch.zeros(P, 64, K, dtype=torch.uint8), torch.zeros(P, 64, 2, dtype=torch.int8)
+    eight = decayed._replace(pages=decode.KeyPages(bits, bits, norm, exponents))
+    decode.paged_append(new, new, eight, log_decay=gates, impl="triton")
+    attend(eight, options=pruned)
+    whole(eight, parts=parts._replace(gate=step.Forget(q[..., 0], gates[0, 0])))
     return attend(decayed, first_visible=seen)
 
 

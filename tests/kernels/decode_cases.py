@@ -105,7 +105,7 @@ def state_of(pool: dict[str, Any]) -> PagedState:
         like = page_sum if isinstance(page_sum, Tensor) else pool["table"].double()
         spare = {"total": like[..., 0] * 0, "since": like[..., 0].int(), "n_log": like * 0, "closed": like.long()}
         gates = GateState(**{name: {**spare, **pool}[name] for name in GateState._fields})
-    pages = KeyPages(pool["keys"], pool["values"], pool.get("k_norm"))
+    pages = KeyPages(pool["keys"], pool["values"], pool.get("k_norm"), pool.get("exponents"))
     return PagedState(pages, PageTable(*(pool[name] for name in PageTable._fields)), gates)
 
 

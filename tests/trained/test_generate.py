@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -20,7 +21,7 @@ from attnzoo.data.unfolding import Unfolding
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
 from attnzoo.trained import exchange
-from attnzoo.trained.continuation import Continuation, load_text_model
+from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
 from attnzoo.training import load_run, train
 
 PROMPT = "7 and one is"
@@ -49,6 +50,29 @@ def test_the_text_is_the_models_own_and_the_summary_says_how_it_went(run):
     assert re.search(r"30 tokens after 12 of the prompt \(.* s\), [\d.]+ tokens/s\n", said)
     assert "caches: " in said
     assert "keys kept per head: all 41\n" in said  # the last token is not read again
+
+
+def test_another_run_may_propose_tokens_and_changes_none(run):
+    options = ("--prompt", PROMPT, "--max-tokens", 30, "--temperature", 0, "--device", "cpu")
+    text, said = ran(run, *options, "--draft", run, "--draft-tokens", 3)
+    assert text == ran(run, *options)[0]
+    [(taken, proposed)] = re.findall(r"(\d+) of (\d+) proposed tokens were the model's own\n", said)
+    assert int(taken) == int(proposed) > 15  # its own
+    loaded = load_text_model(run, "cpu")
+    other = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=7)), encode=loaded.encode)
+    with pytest.raises(
+        ValueError, match=r"--draft: expected a model with the same tokens \(\d+\), got one with others"
+    ):
+        draft_of(loaded, other, 3)
+
+
+def test_keys_in_8_bits_take_less_memory(run):
+    options = ("--prompt", PROMPT, "--max-tokens", 30, "--temperature", 0, "--device", "cpu")
+    whole, half = (
+        float(re.search(r"caches: ([\d.]+) KiB", ran(run, *options, *more)[1])[1])
+        for more in ((), ("--kv-dtype", "fp8"))
+    )
+    assert half < 0.8 * whole  # beside a matrix
 
 
 def test_a_run_on_bytes_needs_no_tokenizer(run, monkeypatch):

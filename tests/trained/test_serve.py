@@ -321,6 +321,7 @@ def test_a_port_in_use_and_an_engine_that_is_not_there_are_one_line(run):
         listen("192.0.2.1", 0)
     with pytest.raises(UnavailableError, match="--engine vllm: vLLM has no --evict"):
         list(Serving(run, "vllm", port=0, evict=1e-4).run())
+    assert Serving(run, kv_dtype="fp8").against_vllm() == "vLLM has no --kv-dtype"
 
 
 def test_vllm_is_told_of_the_folder_the_dtype_as_stored_and_the_limits(run, monkeypatch):

@@ -31,12 +31,14 @@ class BatchRows:
         lengths: ``length``, on the host.
         tokens: how many of each sequence a step takes. With more than one they are given tokens, of which each sequence
             keeps its first ones: a step ends when :meth:`Memory.keep` has said how many.
+        eight_bits: whether keys and values are to be kept in 8 bits.
     """
 
     length: Tensor
     active: Tensor
     lengths: list[int]
     tokens: int = 1
+    eight_bits: bool = False
 
     def count(self) -> Tensor:
         """Tokens that a step takes of each sequence, ``[B]`` int32."""
@@ -48,10 +50,10 @@ class BatchRows:
         return now if self.tokens == 1 else now + torch.arange(self.tokens, device=now.device)
 
     @staticmethod
-    def idle(rows: int, device: torch.device | str = "cpu") -> BatchRows:
+    def idle(rows: int, device: torch.device | str = "cpu", eight_bits: bool = False) -> BatchRows:
         """No sequence yet in any of ``rows`` rows."""
         length, active = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
-        return BatchRows(length, active, [0] * rows)
+        return BatchRows(length, active, [0] * rows, eight_bits=eight_bits)
 
     def begin(self, row: int, tokens: int) -> None:
         """A sequence of ``tokens`` tokens goes on in row ``row``."""
@@ -74,6 +76,11 @@ class Memory(Protocol):
     @property
     def on_host(self) -> bool:
         """Whether :meth:`keep` waits for the device."""
+        return False
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether its keys and values have 8 bits."""
         return False
 
     @property

@@ -32,7 +32,7 @@ class Batch:
     Args:
         model: in evaluation mode.
         size: B, the number of rows.
-        max_tokens, evict, budget, compile, fuse: see :class:`~attnzoo.models.generation.engine.Generator`.
+        max_tokens, evict, budget, kv_dtype, compile, fuse: see :class:`~attnzoo.models.generation.engine.Generator`.
         graph: whether a step is captured as a CUDA graph.
 
     Attributes:
@@ -54,6 +54,7 @@ class Batch:
         *,
         evict: float | str | Evict | None,
         budget: int | str | None,
+        kv_dtype: str | None,
         graph: bool,
         compile: bool,
         fuse: bool,
@@ -64,8 +65,8 @@ class Batch:
         self.evict, self.budget, self.graphed = evict, budget, graph
         self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
         self.blocks, self.products = list(model.blocks), list[StackedMaps]()
-        layers = self._layers(size, max_tokens, fuse)
-        self.rows = BatchRows.idle(size, self.device)
+        layers = self._layers(size, max_tokens, fuse, kv_dtype is not None)
+        self.rows = BatchRows.idle(size, self.device, kv_dtype is not None)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
@@ -77,7 +78,7 @@ class Batch:
             self._warm_up(GREEDY, 1, 2)
 
     @torch.no_grad()
-    def _layers(self, size: int, max_tokens: int, fuse: bool) -> list[tuple[Attention, LayerCache]]:
+    def _layers(self, size: int, max_tokens: int, fuse: bool, eight_bits: bool) -> list[tuple[Attention, LayerCache]]:
         """The attention layers, each with its cache after one token; checks that the caches of all rows fit."""
         like = self.model.new_cache(self.evict, self.budget)
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
@@ -86,6 +87,8 @@ class Batch:
         else:
             one()
         layers = list(zip(self.model.attentions(), like, strict=True))
+        if eight_bits and not any(cache.state.grows for cache in like):
+            raise ValueError("kv_dtype: expected None (no layer keeps keys), got 'fp8'")
 
         def needed(rows: int) -> tuple[int, int]:
             """Bytes of the caches of ``rows`` rows, and temporary bytes of a step."""
@@ -93,7 +96,7 @@ class Batch:
                 (total, beside), (before, besides) = needed(COUNTED), needed(COUNTED - 1)
                 more = rows - COUNTED
                 return total + more * (total - before), beside + more * (beside - besides)
-            idle = BatchRows.idle(rows, self.device)
+            idle = BatchRows.idle(rows, self.device, eight_bits)
             meta = [FixedCache.of(layer, one, idle, max_tokens, "meta") for layer, one in layers]
             return _bytes(meta), max(cache.workspace() for cache in meta)  # layers run one after the other
 

@@ -46,6 +46,8 @@ class Generator:
             host's memory, and come back for a token that needs them; a step is no graph then.
         budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
             "96 KiB", the memory of its keys and values.
+        kv_dtype: "fp8" keeps keys and values in 8 bits, half of the memory of 16, for rounding that is bounded
+            (``docs/derivations/eight_bits.md``); sums of gates stay as they are. None for the model's dtype.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
         compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
         fuse: multiply what reads one input (q, k, v and gates; the two halves of the MLP) in one product, by copies of
@@ -65,6 +67,7 @@ class Generator:
         check_every: int = 8,
         evict: float | str | Evict | None = None,
         budget: int | str | None = None,
+        kv_dtype: str | None = None,
         graph: bool | None = None,
         compile: bool = False,
         fuse: bool = False,
@@ -75,6 +78,8 @@ class Generator:
         check_kinds(counts, dict.fromkeys(counts, "int"))
         switches = {"graph": "bool | None", "compile": "bool", "fuse": "bool"}
         check_kinds({"graph": graph, "compile": compile, "fuse": fuse}, switches)
+        if kv_dtype not in (None, "fp8"):
+            raise ValueError(f"kv_dtype: expected 'fp8' or None, got {kv_dtype!r}")
         for name, number in counts.items():
             if number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
@@ -91,7 +96,15 @@ class Generator:
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
         graphed = self.device.type == "cuda" if graph is None else graph
         self.batch = Batch(
-            self.model, max_sequences, max_tokens, evict=evict, budget=budget, graph=graphed, compile=compile, fuse=fuse
+            self.model,
+            max_sequences,
+            max_tokens,
+            evict=evict,
+            budget=budget,
+            kv_dtype=kv_dtype,
+            graph=graphed,
+            compile=compile,
+            fuse=fuse,
         )
         self.prefill = Prefill(self.model, evict, budget)
         self.waiting: deque[Request] = deque()
@@ -353,6 +366,8 @@ class Generator:
         kept, drawn = self.batch.check(*_asked(running), power_of_2(tokens))
         for row, request in running:
             request.left -= kept[row]
+            request.proposed += len(offered[row])
+            request.accepted += kept[row] - 1
             for token in drawn[row][: kept[row]]:
                 self._hand_out(row, request, token)
         return True

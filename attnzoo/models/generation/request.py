@@ -33,6 +33,7 @@ class Request:
         kept: by layer, the keys that each key head held at the end; None for a layer without keys.
         reading: the prompt as far as it has been read; None before and after.
         found: tokens of the prompt whose states were kept from an earlier one.
+        proposed, accepted: tokens that a draft has proposed, and those of them that were drawn.
     """
 
     id: int
@@ -49,6 +50,8 @@ class Request:
     kept: list[list[int] | None] = field(default_factory=list)
     reading: Any = None
     found: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from attnzoo.data.command import PATH
-from attnzoo.trained.commands import budget_option, device_option, dtype_option, evict_option
+from attnzoo.trained.commands import budget_option, device_option, dtype_option, evict_option, kv_dtype_option
 
 
 @click.command()
@@ -34,6 +34,7 @@ from attnzoo.trained.commands import budget_option, device_option, dtype_option,
 )  # fmt: skip
 @evict_option
 @budget_option
+@kv_dtype_option
 @device_option
 @dtype_option
 def serve(source: Path, engine: str, host: str, port: int, **options: Any) -> None:

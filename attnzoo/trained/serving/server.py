@@ -41,7 +41,7 @@ class Serving:
         max_tokens: of the longest sequence, its prompt included.
         prefix_cache: MiB for what prompts have in common, see
             :meth:`~attnzoo.models.generation.engine.Generator.remember`; None for 256 where keys are not given up.
-        evict, budget: see :class:`~attnzoo.models.generation.engine.Generator`.
+        evict, budget, kv_dtype: see :class:`~attnzoo.models.generation.engine.Generator`.
         device: auto, cpu or cuda.
         dtype: of the weights; None keeps that of the files.
     """
@@ -55,6 +55,7 @@ class Serving:
     prefix_cache: int | None = None
     evict: float | str | None = None
     budget: int | str | None = None
+    kv_dtype: str | None = None
     device: str = "auto"
     dtype: str | None = None
 
@@ -87,8 +88,8 @@ class Serving:
     def against_vllm(self) -> str:
         """Why vLLM does not serve this; empty where it does."""
         own = {
-            "--evict": self.evict, "--budget": self.budget, "--prefix-cache": self.prefix_cache,
-            "--device": None if self.device == "auto" else self.device,
+            "--evict": self.evict, "--budget": self.budget, "--kv-dtype": self.kv_dtype,
+            "--prefix-cache": self.prefix_cache, "--device": None if self.device == "auto" else self.device,
         }  # fmt: skip
         if named := next((name for name, value in own.items() if value is not None), None):
             return f"vLLM has no {named}"
@@ -157,8 +158,9 @@ class Serving:
 
         every = 1 if loaded.model.embedding.weight.device.type == "cpu" else 4  # steps between two pieces of text
         generator = Generator(
-            loaded.model, self.max_sequences, self.max_tokens, check_every=every, evict=self.evict, budget=self.budget
-        )
+            loaded.model, self.max_sequences, self.max_tokens, check_every=every, evict=self.evict, budget=self.budget,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
         default = 0 if generator.prefill.whole() else PREFIXES
         generator.remember(default if self.prefix_cache is None else self.prefix_cache)
         reader = Reader(loaded, self.name, self.max_tokens, chat_template(loaded.files))

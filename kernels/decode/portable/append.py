@@ -10,6 +10,8 @@ from attnzoo.kernels.common.jit_constants import TL_CLOSED
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.operands import PageWrite
+from attnzoo.kernels.decode.portable.eight_bits import decoded, encoded, kind_of_bits
+from attnzoo.kernels.decode.portable.eight_bits import power_of_2 as two_to
 
 
 @triton.jit
@@ -50,14 +52,22 @@ def add_gates(b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p
 
 
 @triton.jit
-def write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_norm, o_k, o_v, o_table, m_g, pos, K: tl.constexpr,
-              V: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+def write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_exponents, p_norm, o_k, o_v, o_table, m_g, pos,
+              K: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     """Keys [BG, BK] and values [BG, BV] of token pos into their pages, and the lengths of the longest keys. # [BG]"""
     n, i_in, m_page = pos // PAGE, pos % PAGE, b_page >= 0  # a page that is not there is not written to
     o_to = b_page * PAGE + i_in
-    b_k = b_k.to(p_keys.dtype.element_ty)
+    if EIGHT > 0:
+        b_k, b_ek = encoded(b_k.to(tl.float32))
+        b_v, b_ev = encoded(b_v.to(tl.float32))
+        tl.store(p_exponents + o_to * 2, b_ek.to(tl.int8), mask=m_page)
+        tl.store(p_exponents + o_to * 2 + 1, b_ev.to(tl.int8), mask=m_page)
+    else:
+        b_k, b_v = b_k.to(p_keys.dtype.element_ty), b_v.to(p_values.dtype.element_ty)
     tl.store(p_keys + o_to[:, None] * K + o_k[None, :], b_k, mask=m_page[:, None] & (o_k[None, :] < K))
     tl.store(p_values + o_to[:, None] * V + o_v[None, :], b_v, mask=m_page[:, None] & (o_v[None, :] < V))
+    if EIGHT > 0:
+        b_k = decoded(b_k, EIGHT).to(tl.float32) * two_to(b_ek)[:, None]
     b_k = b_k.to(tl.float32)
     b_long = tl.where(m_page, tl.sqrt(tl.sum(b_k * b_k, 1)) * 1.00001, 0.0)  # never less than the length
     b_norm = tl.maximum(tl.where(i_in > 0, b_norm, 0.0), b_long)
@@ -68,11 +78,12 @@ def write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_norm, o_k, o_v, o_ta
 @launched
 @triton.jit(do_not_specialize=["T", "N", "stride_gb"])
 def paged_append_kernel(
-    p_k, p_v, p_g, p_count, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since, p_tails,
-    p_closed, p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt,
-    stride_gh,
+    p_k, p_v, p_g, p_count, p_keys, p_values, p_exponents, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since,
+    p_tails, p_closed, p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb,
+    stride_gt, stride_gh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PAGE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, all heads, one token after the other."""
     i_b = tl.program_id(0).to(tl.int64)
@@ -97,7 +108,8 @@ def paged_append_kernel(
         p_vt = p_v + i_b * stride_vb + t * stride_vt + o_g[:, None].to(tl.int64) * stride_vh + o_v[None, :]
         b_k = tl.load(p_kt, mask=(b_page >= 0)[:, None] & (o_k[None, :] < K), other=0.0)
         b_v = tl.load(p_vt, mask=(b_page >= 0)[:, None] & (o_v[None, :] < V), other=0.0)
-        b_norm = write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_norm, o_k, o_v, o_table, m_g, pos, K, V, PAGE)
+        b_norm = write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_exponents, p_norm, o_k, o_v, o_table, m_g, pos,
+                           K, V, PAGE, EIGHT)  # fmt: skip
         if HAS_GATE:
             b_g = tl.load(p_g + i_b * stride_gb + t * stride_gt + o_h * stride_gh, mask=m_h, other=0.0).to(tl.float32)
             b_page = tl.load(p_table + (i_b * G + o_h // R) * N + pos // PAGE, mask=m_h, other=-1).to(tl.int64)  # [BH]
@@ -113,15 +125,16 @@ def paged_append_kernel(
 
 def append(x: PageWrite) -> Tensor | None:
     """Launch the kernel on checked inputs; the first key that each new row may see, None without gates."""
-    (keys, values, k_norm), (table, _, length), gates = x.state
+    (keys, values, k_norm, exponents), (table, _, length), gates = x.state
     k, v, log_decay, count = x.k, x.v, x.log_decay, x.counts
     (B, T, G, K), V, R = k.shape, v.shape[3], 1 if gates is None else gates.decay.shape[2]
     visible = None if gates is None else length.new_empty((B, G * R, T))
     paged_append_kernel[(B,)](
-        k, v, k if log_decay is None else log_decay, length if count is None else count, keys, values, table, length,
-        k_norm, *(gates or (k_norm,) * 6), length if visible is None else visible, T, table.shape[2], *k.stride()[:3],
-        *v.stride()[:3], *((0, 0, 0) if log_decay is None else log_decay.stride()), G=G, R=R, K=K, V=V,
-        BG=power_of_2(G), BH=power_of_2(G * R), BK=power_of_2(K), BV=power_of_2(V), PAGE=keys.shape[1],
-        HAS_GATE=gates is not None, HAS_COUNT=count is not None, num_warps=4,
+        k, v, k if log_decay is None else log_decay, length if count is None else count, keys, values,
+        k_norm if exponents is None else exponents, table, length, k_norm, *(gates or (k_norm,) * 6),
+        length if visible is None else visible, T, table.shape[2], *k.stride()[:3], *v.stride()[:3],
+        *((0, 0, 0) if log_decay is None else log_decay.stride()), G=G, R=R, K=K, V=V, BG=power_of_2(G),
+        BH=power_of_2(G * R), BK=power_of_2(K), BV=power_of_2(V), PAGE=keys.shape[1], HAS_GATE=gates is not None,
+        HAS_COUNT=count is not None, EIGHT=kind_of_bits(exponents), num_warps=4,
     )  # fmt: skip
     return visible

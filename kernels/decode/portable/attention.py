@@ -23,13 +23,13 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
 from attnzoo.kernels.common.parts import Finish
-from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.operands import PagedInference
 from attnzoo.kernels.decode.plan import DecodePlan
+from attnzoo.kernels.decode.portable.eight_bits import kind_of_bits
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
 from attnzoo.kernels.decode.portable.path_pages import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import drop_pages
-from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
+from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, page_values, row_queries, row_since, row_sums
 
 
 @triton.jit
@@ -52,11 +52,12 @@ def _start_of(p_ends, i_bg):
 @launched
 @triton.jit(do_not_specialize=["T", "N", "BG", "M", "window"])
 def paged_split_kernel(
-    p_q, p_k, p_v, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_walk, p_own, p_base, p_count,
-    p_part, p_lse, T, N, BG, M, window, scale2, stride_qb, stride_qt, stride_qh,
+    p_q, p_k, p_v, p_exponents, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_walk, p_own, p_base,
+    p_count, p_part, p_lse, T, N, BG, M, window, scale2, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    HAS_SINCE: tl.constexpr, EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
     """Normalised outputs [slots, R * T, V] float32 and their log2-sum-exp [slots, R * T] over one program's pages.
 
@@ -69,7 +70,7 @@ def paged_split_kernel(
     n_p = tl.minimum(tl.num_programs(0), total)  # every share has an entry, and those of a head follow each other
     lo = (tl.minimum(i_p, n_p) * total // n_p).to(tl.int32)
     hi = (tl.minimum(i_p + 1, n_p) * total // n_p).to(tl.int32)
-    o_r, o_s, o_k, o_v = i_r * BT + tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    o_r, o_k, o_v = i_r * BT + tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     m_r = o_r < T * R
     o_t, o_rep = o_r % T, tl.minimum(o_r // T, R - 1)
     i_first = _heads_before(p_ends, BG, lo, BN)
@@ -105,16 +106,16 @@ def paged_split_kernel(
                 b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg64, b_open, at, s, rest, o_r, m_r, T, M, R,
                                      K, BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
             else:
-                b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
+                b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
                               BS, PAGE, GATE)  # fmt: skip
-            b_v = load_tile(p_v + at * V, o_s, o_v, V, rest, V, BV, True)
             b_mn = tl.maximum(b_m, tl.max(b_y, 1))
             b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
             b_w = tl.exp2(b_y - b_ms[:, None])
             b_a = tl.exp2(b_m - b_ms)
             b_l = b_l * b_a + tl.sum(b_w, 1)
-            b_o = tl.dot(b_w.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
+            b_w, b_v = page_values(b_w, p_v, p_exponents, at, rest, V, BV, BS, EIGHT, p_q.dtype.element_ty)
+            b_o = tl.dot(b_w, b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
             b_m = b_mn
             i_page = i_next
         o_part = (i_bg64 + i_p) * (R * T) + o_r
@@ -177,7 +178,7 @@ def paged_forward(
         shares: of the pages that are alive, where they have been dealt out.
         finish: what the output goes through.
     """
-    q, ((k, v, _), (table, first, length), gates), first_visible, log_decay, sink, options = x
+    q, ((k, v, _, exponents), (table, first, length), gates), first_visible, log_decay, sink, options = x
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
     BG, R, n, BV = B * G, H // G, plan.programs, head_block(V)
@@ -187,9 +188,10 @@ def paged_forward(
         shares.deal(length, T, window, k.shape[1])
     begin, ends = shares.begin, shares.ends
     lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
-    part, o = lses.new_empty((n + BG, R * T, V)), v.new_empty((B, T, H, V))
+    part, o = lses.new_empty((n + BG, R * T, V)), (q if exponents is not None else v).new_empty((B, T, H, V))
     pages: dict[str, Any] = {
-        "p_q": q, "p_k": k, "p_table": table, "p_length": length, "p_decay": lses if gates is None else gates.decay,
+        "p_q": q, "p_k": k, "p_exponents": k if exponents is None else exponents, "EIGHT": kind_of_bits(exponents),
+        "p_table": table, "p_length": length, "p_decay": lses if gates is None else gates.decay,
         "p_sum": lses if gates is None else gates.page_sum, "p_g": lses if log_decay is None else log_decay,
         "p_since": begin if first_visible is None else first_visible, "T": T, "N": N, "window": window,
         "scale2": options.scale2, "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2),

@@ -118,7 +118,7 @@ def carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o
     o_key, m_q = s - b_open + tl.arange(0, BS), m_r & (s < b_open)
     n = tl.maximum(s // S, group_base(p_base, i_b, IN_PLACE) - 1)
     b_q = walked_queries(p_walk, i_bg, n, o_r, tl.arange(0, BK), m_q, T, M, R, K)
-    b_s = page_scores(b_q, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, PREC)
+    b_s = page_scores(b_q, p_k, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, 0, PREC)
     p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * (S + T) + o_key[None, :]
     m_own = (o_key >= 0) & (o_key < S + T)
     return b_s + tl.load(p_scores, mask=m_r[:, None] & m_own[None, :], other=0.0)
@@ -295,7 +295,7 @@ def walk_and_carry(carried: CarriedPages, q: Tensor | None, window: int, BT: int
     Returns:
         Queries by group and scores of the last group's keys, as arguments of kernels over pages.
     """
-    (keys, _, k_norm), (table, first, length), _ = carried.state
+    (keys, _, k_norm, _), (table, first, length), _ = carried.state
     k, group = carried.tokens.k, carried.group
     (B, G, N), T, (PAGE, K) = table.shape, k.shape[1], keys.shape[1:]
     M, rows = cdiv(N, group), 0 if q is None else q.shape[2] // G * T

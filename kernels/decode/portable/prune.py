@@ -32,12 +32,12 @@ def _maximum(a, b):
 @launched
 @triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_prune_kernel(
-    p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_ends,
-    p_turn, p_walk, p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
+    p_q, p_k, p_exponents, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin,
+    p_ends, p_turn, p_walk, p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_BOUND: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr, EXTRA: tl.constexpr,
-    HEADS: tl.constexpr,
+    EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    EXTRA: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The first page [B * G] int32 of which some row of a key head may not go without; the last program deals anew."""
     i_bg = tl.program_id(0).to(tl.int64)
@@ -69,7 +69,7 @@ def paged_prune_kernel(
                 b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o_r, m_r, T, M, R, K,
                                      BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
             else:
-                b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
+                b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
                               BS, PAGE, GATE)  # fmt: skip
             b_mn = tl.maximum(b_m, tl.max(b_y, 1))

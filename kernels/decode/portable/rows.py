@@ -12,6 +12,7 @@ import triton.language as tl
 from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.decode.portable.eight_bits import decoded, exponents_at
 
 
 @triton.jit
@@ -52,17 +53,42 @@ def row_since(p_since, i_bh, b_pos, o_rep, o_t, m_r, T, window, HAS_SINCE: tl.co
 
 
 @triton.jit
-def page_scores(b_q, p_k, at, rest, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
+def page_scores(b_q, p_k, p_exponents, at, rest, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+                EIGHT: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Products of rows with the keys from entry ``at`` of the pool on, of which ``rest`` exist. # [BT, BS]
 
     Float32 rows beside keys of 16 bits are two of 16 bits, one of what the other has lost.
     """
     b_k = load_tile(p_k + at * K, tl.arange(0, BS), tl.arange(0, BK), K, rest, K, BK, True)
+    if EIGHT > 0:
+        b_k = decoded(b_k, EIGHT).to(b_q.dtype)
     b_near = b_q.to(b_k.dtype)
     b_s = tl.dot(b_near, tl.trans(b_k), input_precision=PREC)
     if b_q.dtype != b_k.dtype:
         b_s = tl.dot((b_q - b_near.to(b_q.dtype)).to(b_k.dtype), tl.trans(b_k), b_s)
+    if EIGHT > 0:
+        o_s = tl.arange(0, BS)
+        b_s *= exponents_at(p_exponents, at + o_s, o_s < rest, 0)[None, :]
     return b_s
+
+
+@triton.jit
+def page_values(b_w, p_v, p_exponents, at, rest, V: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+                EIGHT: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Weights [BT, BS] and values [BS, BV] of one dtype whose product is that of the weights b_w and the values.
+
+    Of values in 8 bits it is DTYPE, that of the rows; their exponents go to the weights, which float16 would not hold.
+    """
+    o_s = tl.arange(0, BS)
+    b_v = load_tile(p_v + at * V, o_s, tl.arange(0, BV), V, rest, V, BV, True)
+    if EIGHT > 0:
+        b_scale = exponents_at(p_exponents, at + o_s, o_s < rest, 1)
+        b_v = decoded(b_v, EIGHT)
+        if tl.float16 == DTYPE:
+            b_v = (b_v.to(tl.float32) * b_scale[:, None]).to(DTYPE)
+        else:
+            b_w, b_v = b_w * b_scale[None, :], b_v.to(DTYPE)
+    return b_w.to(b_v.dtype), b_v
 
 
 @triton.jit

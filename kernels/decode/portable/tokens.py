@@ -15,6 +15,7 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.parts import Forget, TokenParts
 from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
+from attnzoo.kernels.decode.portable.eight_bits import kind_of_bits
 from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
 from attnzoo.kernels.decode.state import PagedState
 
@@ -42,15 +43,15 @@ def _mixed(b_x, p_xt, stride_t, p_before, p_logit, t, m_x, MOVES: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["T", "N", "BG", "window"])
 def paged_tokens_kernel(
-    p_q, p_k, p_v, p_g, p_count, p_past, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since,
-    p_tails, p_closed, p_seen, p_rows, p_q_scale, p_k_scale, p_k_mix, p_v_mix, p_k_before, p_v_before, p_bias, p_first,
-    p_begin, p_ends, p_turn, T, N, BG, window, eps, factor, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
-    stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_ab, stride_at, stride_ah,
-    stride_cb, stride_ct, stride_ch,
+    p_q, p_k, p_v, p_g, p_count, p_past, p_keys, p_values, p_exponents, p_table, p_length, p_norm, p_decay, p_sum,
+    p_total, p_since, p_tails, p_closed, p_seen, p_rows, p_q_scale, p_k_scale, p_k_mix, p_v_mix, p_k_before, p_v_before,
+    p_bias, p_first, p_begin, p_ends, p_turn, T, N, BG, window, eps, factor, stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_ab,
+    stride_at, stride_ah, stride_cb, stride_ct, stride_ch,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PAGE: tl.constexpr, HAS_GATE: tl.constexpr, LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr, SHARED: tl.constexpr, HAS_SHIFT: tl.constexpr, MOVES: tl.constexpr, EXTRA: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence and key head, and one for the shares."""
     i_bg = tl.program_id(0)
@@ -94,8 +95,8 @@ def paged_tokens_kernel(
             b_k = _normed(b_k, p_k_scale, o_g, o_k, m_k, eps, K, SHARED)
         p_row = p_rows + ((i_b * T + t) * (G * R) + o_h[:, None]) * K + o_k[None, :]
         tl.store(p_row, b_q.to(p_rows.dtype.element_ty), mask=m_q)
-        b_v = b_v.to(p_values.dtype.element_ty)
-        b_norm = write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_norm, o_k, o_v, o_bg * N, m_g, pos, K, V, PAGE)
+        b_norm = write_key(b_k, b_v, b_norm, b_page, p_keys, p_values, p_exponents, p_norm, o_k, o_v, o_bg * N, m_g,
+                           pos, K, V, PAGE, EIGHT)  # fmt: skip
         if HAS_GATE:
             b_g = tl.load(p_g + i_b * stride_gb + t * stride_gt + o_h * stride_gh, mask=m_h, other=0.0).to(tl.float32)
             if LOGITS:
@@ -123,13 +124,17 @@ def write_tokens(
         shares: to be filled for a step that reads all pages from the window on.
 
     Returns:
-        Queries [B, T, H, K] in the dtype of the pool, and the first key that each row may see, [B, H, T], or None
-        without gates.
+        Queries [B, T, H, K] in the dtype of the pool, of q where that has 8 bits, and the first key that each row may
+        see, [B, H, T], or None without gates.
     """
-    (q, k, v), ((keys, values, k_norm), (table, _, length), gates), gate = tokens, state, parts.gate
+    (q, k, v), (pages, (table, _, length), gates), gate = tokens, state, parts.gate
+    keys, values, k_norm, exponents = pages
     (B, T, H, K), (G, V) = q.shape, v.shape[2:]
     made = gate if isinstance(gate, Forget) else Forget(k if gate is None else gate, None)
-    rows, visible = keys.new_empty((B, T, H, K)), None if gates is None else length.new_empty((B, H, T))
+    rows, visible = (
+        (keys if exponents is None else q).new_empty((B, T, H, K)),
+        None if gates is None else length.new_empty((B, H, T)),
+    )
     decay, page_sum, total, since, n_log, closed = gates or (k_norm,) * 6
     k_mix, v_mix, k_before, v_before = parts.shift or (k, v, k, v)
     q_scale, k_scale, eps = parts.norm or (k, k, 0.0)
@@ -138,11 +143,13 @@ def write_tokens(
         p_q=q, p_k=k, p_v=v, p_g=made.logits, p_count=count, p_past=past, p_seen=length if visible is None else visible,
         p_rows=rows, p_q_scale=q_scale, p_k_scale=k_scale, p_k_mix=k_mix, p_v_mix=v_mix, p_k_before=k_before,
         p_v_before=v_before, p_bias=k if made.bias is None else made.bias, p_first=shares.first, p_begin=shares.begin,
-        p_ends=shares.ends, p_turn=shares.turn, p_keys=keys, p_values=values, p_table=table, p_length=length,
-        p_norm=k_norm, p_decay=decay, p_sum=page_sum, p_total=total, p_since=since, p_tails=n_log, p_closed=closed, T=T,
-        N=table.shape[2], BG=B * G, window=window, eps=eps, factor=made.factor, **_strides("q", q), **_strides("k", k),
-        **_strides("v", v), **_strides("g", made.logits), **_strides("a", k_mix), **_strides("c", v_mix), G=G, R=H // G,
-        K=K, V=V, BH=BH, BK=BK, BV=power_of_2(V), PAGE=keys.shape[1], HAS_GATE=gate is not None,
+        p_ends=shares.ends, p_turn=shares.turn, p_keys=keys, p_values=values,
+        p_exponents=k_norm if exponents is None else exponents, EIGHT=kind_of_bits(exponents), p_table=table,
+        p_length=length, p_norm=k_norm, p_decay=decay, p_sum=page_sum, p_total=total, p_since=since, p_tails=n_log,
+        p_closed=closed, T=T, N=table.shape[2], BG=B * G, window=window, eps=eps, factor=made.factor,
+        **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", made.logits),
+        **_strides("a", k_mix), **_strides("c", v_mix), G=G, R=H // G, K=K, V=V, BH=BH, BK=BK,
+        BV=power_of_2(V), PAGE=keys.shape[1], HAS_GATE=gate is not None,
         LOGITS=isinstance(gate, Forget), HAS_BIAS=made.bias is not None, HAS_NORM=parts.norm is not None,
         SHARED=q_scale.ndim == 1, HAS_SHIFT=parts.shift is not None, MOVES=T == 1, EXTRA=shares.extra, BN=shares.heads,
         num_warps=1 if BH * BK <= 512 else 4,

@@ -13,6 +13,7 @@ from attnzoo.forms.caches.pages.page_table import PAGE, Pages
 from attnzoo.forms.options import READS_LESS, SoftmaxOptions
 from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.decode.eight_bits import written
 
 
 def step_options(given: SoftmaxOptions) -> AttentionOptions:
@@ -39,13 +40,14 @@ def append_and_attend(
     """
     from attnzoo.kernels.decode import paged_append, paged_attention
 
-    k, x = (x.to(pool.k.dtype) for x in (k, v))
+    dtype = v.dtype if pool.exponents is not None else pool.k.dtype
+    k, x = (x.to(dtype) for x in (k, v))
     if log_decay is not None and pool.decay is not None:
         log_decay = log_decay.to(pool.decay.dtype)
     state = pool.state()
     visible = paged_append(k, x, state, log_decay=log_decay, count=count, impl=impl)
     options = step_options(given)
-    o = paged_attention(q.to(pool.k.dtype), state, first_visible=visible, options=options, impl=impl)
+    o = paged_attention(q.to(dtype), state, first_visible=visible, options=options, impl=impl)
     return o.to(v.dtype)
 
 
@@ -78,7 +80,7 @@ def attend_rows(
     ids = torch.where(n < N, ids, -1)
     index = (n[..., None] * PAGE + torch.arange(PAGE, device=q.device)).flatten(2)  # [B, G, S]
     ids, there = ids.clamp(min=0).long(), (ids >= 0).repeat_interleave(PAGE, -1)
-    k, v = (x[ids].flatten(2, 3).to(q.dtype)[:, :, None] for x in (pool.k, pool.v))  # [B, G, 1, S, K]
+    k, v = (x.flatten(2, 3).to(q.dtype)[:, :, None] for x in written(pool.state().pages, ids))  # [B, G, 1, S, K]
     logits = logits_of(q.unflatten(1, (G, R)) @ k.mT, given)  # [B, G, R, T, S]
     row = at[:, None, :, None]  # [B, 1, T, 1]
     hidden = (index[:, :, None] > row) | ~there[:, :, None]  # [B, G, T, S]

@@ -57,6 +57,10 @@ class PagedMemory(Memory):
         return self.pool.on_host
 
     @property
+    def eight_bits(self) -> bool:
+        return self.pool.exponents is not None
+
+    @property
     def whole_steps(self) -> str:
         away = self.evict is not None and self.evict.offload is not None
         return "" if self.phase is not None or self.pool.group or away else "pages"
@@ -72,7 +76,9 @@ class PagedMemory(Memory):
     ) -> PagedMemory:
         """An empty memory in a pool of ``kind``; see :meth:`~attnzoo.forms.caches.pages.pool.KeyPool.like`."""
         B, evict, phase = len(rows.lengths), state.evict, state.phase
-        pool = kind.like(state, B, tokens, device)
+        pool = kind.like(
+            state, B, tokens, device, **({"eight_bits": True} if rows.eight_bits and kind is KeyPool else {})
+        )
         pool.lengths = rows.lengths
         if phase is not None:
             phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.forms.caches.device_memory import check_memory, size_of
+from attnzoo.kernels.decode.eight_bits import E4M3, longer, quantised
 from attnzoo.kernels.decode.state import GateState, KeyPages, PagedState, PageTable
 
 PAGE = 64  # tokens of a page
-PAGED = ("k", "v", "decay", "factor")  # what has a row per page
+PAGED = ("k", "v", "exponents", "decay", "factor")  # what has a row per page
 TABLES = ("table", "page_sum", "n_log", "closed", "k_norm")  # what has an entry per page of a sequence
 CHUNK = 16  # a table grows by multiples of this many pages
 
@@ -50,8 +51,8 @@ class Pages:
     to these sums. A row sees no key before the last one of them that is not after it (``since``).
 
     Args:
-        k: ``[P, PAGE, K]``, RoPE's keys in the frame of the first token.
-        v: ``[P, PAGE, V]``.
+        k: ``[P, PAGE, K]``, RoPE's keys in the frame of the first token; bits, uint8, where they have 8.
+        v: ``[P, PAGE, V]``, likewise.
         decay: running sums of the log decays within the page, up to and with each token, for the R = H / G query heads
             of the page's group, ``[P, PAGE, R]`` float32 (float64 beside float64 keys); None where nothing decays.
         table: page of each 64 tokens, ``[B, G, N]`` int32; -1 for evicted ones and for those to come.
@@ -72,6 +73,7 @@ class Pages:
         before: the state that the last call went on from; -1 where there is no way back.
         marks: given so far.
         looked: tokens of each sequence when it was last looked for keys to evict.
+        exponents: of keys and values in 8 bits, ``[P, PAGE, 2]`` int8 (``kernels/decode/eight_bits.py``), or None.
     """
 
     k: Tensor
@@ -94,6 +96,7 @@ class Pages:
     before: int = -1
     marks: int = 0
     looked: list[int] = field(default_factory=list)
+    exponents: Tensor | None = None
 
     def state(self) -> PagedState:
         """The same tensors as the kernels over pages take them."""
@@ -101,7 +104,7 @@ class Pages:
         if self.decay is not None:
             gates = GateState(self.decay, self.page_sum, self.total, self.since, self.n_log, self.closed)  # type: ignore[arg-type]
         table = PageTable(self.table, self.first, self.length)
-        return PagedState(KeyPages(self.k, self.v, self.k_norm), table, gates)
+        return PagedState(KeyPages(self.k, self.v, self.k_norm, self.exponents), table, gates)
 
     @classmethod
     def empty(
@@ -112,14 +115,15 @@ class Pages:
 
         Args:
             sizes: of the sequences.
-            dtype: of keys and values.
+            dtype: of keys and values; ``torch.float8_e4m3fn`` for 8 bits with exponents.
             decays: whether the tokens come with log decays.
             pages: how many there are from the start.
             tokens: of the longest sequence that the tables hold from the start.
             more: fields of a class that extends this one.
         """
         B, G, R, K, V = sizes
-        N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
+        N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.float64 if dtype == torch.float64 else torch.float32
+        eight, dtype = dtype == E4M3, torch.uint8 if dtype == E4M3 else dtype
         host = "meta" if torch.device(device).type == "meta" else "cpu"  # only counted there
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
@@ -136,7 +140,8 @@ class Pages:
             zeros(B, G, N, of=torch.float32), [0] * B,
             torch.full((B, G, N), -1, dtype=torch.int32, device=host),
             torch.zeros(pages, dtype=torch.int32, device=host),
-            [] if host == "meta" else list(reversed(range(pages))), looked=[0] * B, **more,
+            [] if host == "meta" else list(reversed(range(pages))), looked=[0] * B,
+            exponents=zeros(pages, PAGE, 2, of=torch.int8) if eight else None, **more,
         )  # fmt: skip
 
     @property
@@ -305,6 +310,13 @@ class Pages:
             else:
                 setattr(self, name, x)
         self.table.copy_(kept)
+
+    def in_eight_bits(self) -> Self:
+        """The same pages with keys and values in 8 bits, to be read; norms hold for the keys that these stand for."""
+        (k, of_keys), (v, of_values) = quantised(self.k), quantised(self.v)
+        exponents, k_norm = torch.stack([of_keys, of_values], -1), self.k_norm * longer(self.k.shape[2])
+        decay = None if self.decay is None else self.decay.float()
+        return replace(self, k=k, v=v, exponents=exponents, k_norm=k_norm, decay=decay)
 
     def apart(self) -> Self:
         """The same pages, to be evicted without those of this pool: nothing may be added to them."""

@@ -18,6 +18,7 @@ from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
 from attnzoo.forms.caches.pages.present_tokens import in_front
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
+from attnzoo.kernels.decode.eight_bits import E4M3, write, written
 
 ROWS = 128  # at a time
 
@@ -41,24 +42,25 @@ class KeyPool(Pages):
     on_host: ClassVar[bool] = False
 
     @classmethod
-    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
+    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str, eight_bits: bool = False) -> Self:
         """A pool of B empty sequences of up to ``tokens`` tokens, with heads and channels as in ``state``.
 
         It has pages for all of these tokens from the start, or where keys are evicted takes them as they are needed.
 
         Args:
             state: a :class:`~attnzoo.KVCache` or a cache in pages, of one sequence that has a token.
+            eight_bits: whether keys and values have these.
         """
         one = pool_of(state)
         sizes, each = one.sizes._replace(B=B), 1 if state.evict is not None else -(-tokens // PAGE)
         return cls.empty(
-            sizes, dtype=one.v.dtype, device=device, decays=one.decay is not None, pages=B * sizes.G * each,
-            tokens=tokens,
+            sizes, dtype=E4M3 if eight_bits else one.v.dtype, device=device, decays=one.decay is not None,
+            pages=B * sizes.G * each, tokens=tokens,
         )  # fmt: skip
 
     def holding(self, state: Any) -> KeyPool:
         """The keys of a state of one sequence in a pool of this kind, to be read: both stay as they are."""
-        return pool_of(state)
+        return pool_of(state) if self.exponents is None else pool_of(state).in_eight_bits()
 
     @torch.no_grad()
     def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
@@ -149,8 +151,7 @@ class KeyPool(Pages):
         ids = self.table.gather(2, page[:, None].expand(B, G, T)).transpose(1, 2).long()  # [B, T, G]
         row, token, head = there[..., None].expand(B, T, G).nonzero(as_tuple=True)
         source, to = order[row, token], (ids[row, token, head], at[row, token] % PAGE)
-        new = k[row, source, head].to(self.k.dtype)
-        self.k[to], self.v[to] = new, v[row, source, head].to(self.v.dtype)
+        new = write(self.state().pages, to, k[row, source, head], v[row, source, head])
         where = (row * G + head) * self.k_norm.shape[2] + page[row, token]
         self.k_norm.view(-1).scatter_reduce_(0, where, longest(new), "amax")
         if log_decay is not None:
@@ -289,7 +290,11 @@ class KeyPool(Pages):
         page, slot = self._place(length, self.k_norm)
         ids = self.table.gather(2, page)[..., 0]
         inside = torch.arange(PAGE, device=length.device) < slot  # [B, G, PAGE]
-        norms = longest(self.k[ids.clamp(min=0).long()]).masked_fill(~inside | (ids < 0)[..., None], 0.0).amax(-1)
+        norms = (
+            longest(written(self.state().pages, ids.clamp(min=0).long())[0])
+            .masked_fill(~inside | (ids < 0)[..., None], 0.0)
+            .amax(-1)
+        )
         number = torch.arange(self.table.shape[2], device=length.device)
         self.k_norm.masked_fill_(number >= -(-length.long() // PAGE)[:, None, None], 0.0)
         self.k_norm.scatter_(
@@ -349,7 +354,7 @@ class KeyPool(Pages):
         first, S = int(self.first[b, g]), self.lengths[b]
         ids = self.pages[b, g, first : -(-S // PAGE)].long()
         tokens = S - first * PAGE
-        k, v = (x[ids].flatten(0, 1)[:tokens] for x in (self.k, self.v))
+        k, v = (x.flatten(0, 1)[:tokens] for x in written(self.state().pages, ids))
         if self.decay is None:
             return k, v, None, first * PAGE
         R = self.decay.shape[2]
