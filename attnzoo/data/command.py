@@ -41,7 +41,7 @@ def words_of(context: click.Context) -> list[str]:
     words = [str(context.info_name)]
     for parameter in context.command.params:
         given = context.params.get(str(parameter.name))
-        if parameter.name == "processes" or given in (None, (), False):
+        if parameter.name == "processes" or given is None or given is False or given == ():
             continue
         for value in given if isinstance(given, tuple) else (given,):
             option = "" if isinstance(parameter, click.Argument) else parameter.opts[0]

@@ -233,8 +233,8 @@ class Attention(NoticedStarts):
         if context is None:
             stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         else:
-            others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
-            stream, packing = shared_rows(context, x, **others, forgetting=self.forget), None
+            others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "forgetting": self.forget}
+            stream, packing = shared_rows(context, x, cache, **others), None
         rows = x if packing is None else packing.unpack(x)
         if stream.valid is not None:
             rows = rows.masked_fill(~stream.valid[..., None], 0.0)

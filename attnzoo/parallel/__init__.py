@@ -2,5 +2,6 @@
 
 from attnzoo.parallel.context import context_parallel
 from attnzoo.parallel.fragments import Fragments
+from attnzoo.parallel.prefill import prefill
 
-__all__ = ["Fragments", "context_parallel"]
+__all__ = ["Fragments", "context_parallel", "prefill"]

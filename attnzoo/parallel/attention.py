@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.additive import AdditiveForms
+from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.heads import by_heads, by_tokens, unshared
-from attnzoo.parallel.keys import with_earlier_keys
+from attnzoo.parallel.keys import keys_after, with_earlier_keys
 from attnzoo.parallel.rows import Rows, separated
 from attnzoo.parallel.states import scan_states
 
@@ -60,8 +61,18 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
         return tuple(by_tokens(x, fragments) for x in found)
     rows = replace(rows, gate=separated(rows.gate, rows.q, fragments))
     if isinstance(forms, LinearForms):
-        return scan_states(forms, form, rows, fragments)
+        return scan_states(forms, form, rows, fragments)[0]
     return with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
+
+
+def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[Any, Any]:
+    """:func:`attend`'s, of a sequence's beginning, and the state of one process after all tokens, on every rank."""
+    if fragments.ranks == 1:
+        return cast("tuple[Any, Any]", forms.go_on(form, rows.q, rows.k, rows.v, rows.gate, None, rows.options))
+    if isinstance(forms, LinearForms):
+        o, matrix = scan_states(forms, form, rows, fragments)
+        return o, RecurrentState(matrix, fragments.tokens)
+    return attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
 
 
 def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragments: Fragments, transport: str) -> Any:

@@ -15,7 +15,9 @@ from torch import Tensor
 from attnzoo.algebra.fragments import carried, joined, times
 from attnzoo.algebra.gate import PARTS, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache
+from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.parallel.collectives import Works, tied
 from attnzoo.parallel.fragments import Fragment, Fragments
@@ -113,6 +115,24 @@ def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fra
         return tied(torch.cat(found, 1), *knots)
     o, lse = (torch.cat(xs, 1) for xs in zip(*found, strict=True))
     return tied(o, *knots), lse
+
+
+def keys_after(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments) -> KVCache:
+    """What one process remembers of all tokens, on every rank."""
+    gate, options = rows.gate, rows.options
+    if isinstance(forms, AdditiveForms):
+        names = [name for name in gate.parts if getattr(gate, name).ndim > 1]
+        sent = [rows.k, rows.v, *(getattr(gate, name) for name in names)]
+        k, v, *parts = (torch.cat(xs, 1) for xs in fragments.of_all_tokens(*sent)[0])
+        gate = replace(gate, **dict(zip(names, parts, strict=True)))
+        dtype = None if form == REFERENCE else v.dtype
+        return forms.remember(expand_heads(k, rows.q.shape[2]), k, v, gate, None, options, dtype)[1]
+    k, totals = _to_the_ends(forms, rows, fragments)
+    g = gate.per_token(rows.q).log_decay
+    (keys, values, *gates), _ = fragments.of_all_tokens(k, rows.v, *([] if g is None else [g]))
+    all_totals = None if totals is None else of_all_fragments(fragments, totals)[0][0]
+    found = Earlier(keys, values, gates[0] if gates else None, all_totals)
+    return cast(KVCache, found.cache(len(fragments.table), fragments.tokens, None))
 
 
 def _to_the_ends(forms: SoftmaxForms, rows: Rows, fragments: Fragments) -> tuple[Tensor, list[Tensor] | None]:

@@ -15,8 +15,11 @@ from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
 
 
-def scan_states(forms: LinearForms, form: str, rows: Rows, fragments: Fragments) -> Tensor:
-    """This rank's outputs: each fragment starts from nothing, and what the state before it adds comes from a scan."""
+def scan_states(forms: LinearForms, form: str, rows: Rows, fragments: Fragments) -> tuple[Tensor, Tensor]:
+    """This rank's outputs, and the state ``[B, H, K, V]`` after all tokens.
+
+    Each fragment starts from nothing, and what the state before it adds comes from a scan.
+    """
     q = rows.q
     scale = q.shape[-1] ** -0.5 if rows.options.scale is None else rows.options.scale
     outputs, found, left = [], [], []
@@ -30,8 +33,9 @@ def scan_states(forms: LinearForms, form: str, rows: Rows, fragments: Fragments)
     if found[0].total is not None:
         kinds.append([cast(Tensor, one.total) for one in found])
     (states, decays, *totals), knot = of_all_fragments(fragments, *kinds)
-    before = starts(totals[0] if totals else [None] * len(states), decays, states)
+    of_all = [totals[0] if totals else [None] * len(states), decays, states]
+    *before, end = starts(*([*xs, xs[-1]] for xs in of_all))  # as if a fragment came after the last
     for n, row in enumerate(fragments.own):
         more = read(found[n], before[fragments.table.index(row)], scale).transpose(1, 2)
         outputs[n] = (outputs[n] + more).to(rows.v.dtype)
-    return tied(torch.cat(outputs, 1), knot)
+    return tied(torch.cat(outputs, 1), knot), end

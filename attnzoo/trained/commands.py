@@ -16,6 +16,7 @@ import click
 from attnzoo.data.command import PATH, to_option, words_of
 
 if TYPE_CHECKING:
+    from attnzoo.trained.continuation import Continuation
     from attnzoo.training.config import TrainConfig
 
 
@@ -156,32 +157,56 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 )
 @device_option
 @dtype_option
+@processes_option
 def generate(
     source: Path,
     prompt: str,
     max_tokens: int,
     stop: tuple[str, ...],
     draft: Path | None,
-    draft_tokens: int,
     device: str,
     dtype: str | None,
+    processes: int,
     **options: Any,
 ) -> None:
     """Continue a text.
 
     RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head held to standard error, also when interrupted.
+    drawn; speed, memory and the keys that each head held to standard error, also when interrupted. Several processes
+    read a long prompt together.
     """
+    from datetime import timedelta
+
     import torch
 
     from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
     from attnzoo.trained.model import device_named
+    from attnzoo.training.config import TrainConfig
+    from attnzoo.training.launch import check_processes, connected, launch
 
-    sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
-    placed = device_named(device), getattr(torch, dtype) if dtype else None
-    loaded = load_text_model(source, *placed)
-    proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), draft_tokens)
-    continuation = Continuation(loaded, prompt, max_tokens, sampling=sampling, stop=stop, draft=proposes, **options)
+    device = device_named(device)
+    if processes > 1:
+        kept = [name for name in ("evict", "budget") if options[name] is not None]
+        if kept:
+            raise ValueError(
+                f"--processes: expected 1 with --{kept[0]}, for which one reads the prompt, got {processes}"
+            )
+        check_processes(processes, device)
+        return launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
+    with connected(device, timedelta(seconds=TrainConfig.exchange_timeout)) as (own, group):
+        sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
+        ahead = options.pop("draft_tokens")
+        placed = own, getattr(torch, dtype) if dtype else None
+        loaded = load_text_model(source, *placed)
+        proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), ahead)
+        options |= {"sampling": sampling, "stop": stop, "draft": proposes, "over": group}
+        continuation = Continuation(loaded, prompt, max_tokens, **options)
+        first = group is None or group.rank() == 0
+        _write(continuation, prompt) if first else [*continuation]
+
+
+def _write(continuation: Continuation, prompt: str) -> None:
+    """The prompt and its continuation to standard output, and what it took to standard error."""
     click.echo(prompt, nl=False)
     interrupted = None
     try:

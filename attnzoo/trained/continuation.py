@@ -87,6 +87,7 @@ class Continuation:
         draft: what proposes tokens, or None.
         sampling: see :meth:`~attnzoo.models.generation.engine.Generator.add`.
         stop: texts, or names of special tokens, before the first of which the continuation ends.
+        over: process group whose ranks read the prompt together and all iterate; None: this process alone.
 
     Attributes:
         request: the generator's request.
@@ -108,6 +109,7 @@ class Continuation:
     draft: Draft | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
+    over: Any = None
     request: Request = field(init=False)
     bytes: int = 0
     prefill_seconds: float = 0.0
@@ -126,6 +128,7 @@ class Continuation:
             self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
+        self._generator.share(self.over)
         special = self.source.decode.special
         ends = self.source.stop | {special[text] for text in self.stop if text in special}
         number = self._generator.add(tokens, self.max_tokens, stop=ends, **self.sampling)

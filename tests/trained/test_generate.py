@@ -9,7 +9,9 @@ import click
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from tiny_runs import config_of, write_text
 
@@ -73,6 +75,24 @@ def test_keys_in_8_bits_take_less_memory(run):
         for more in ((), ("--kv-dtype", "fp8"))
     )
     assert half < 0.8 * whole  # beside a matrix
+
+
+def test_several_processes_read_a_prompt_together_and_the_first_writes(run, monkeypatch):
+    given = []
+    monkeypatch.setattr("attnzoo.training.launch.launch", lambda *arguments: given.append(arguments))
+    ran(run, "--prompt", PROMPT, "--temperature", 0, "--device", "cpu", "--processes", 2)
+    words = [str(run), f"--prompt={PROMPT}", "--max-tokens=200", "--temperature=0.0", "--top-p=1.0", "--seed=0"]
+    words += ["--draft-tokens=5"]
+    assert given == [([sys.executable, "-m", "attnzoo", "generate", *words, "--device=cpu"], 2)]
+    with pytest.raises(ValueError, match="--processes: expected 1 with --evict"):
+        ran(run, "--prompt", PROMPT, "--evict", 1e-3, "--device", "cpu", "--processes", 2)
+    loaded = load_text_model(run, "cpu")
+
+    def rank(_):
+        return "".join(Continuation(loaded, PROMPT, 12, sampling={"temperature": 0.0}, over=dist.group.WORLD))
+
+    alone = ran(run, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 0, "--device", "cpu")[0]
+    assert [PROMPT + text + "\n" for text in on_ranks(2, rank)] == [alone, alone]
 
 
 def test_a_run_on_bytes_needs_no_tokenizer(run, monkeypatch):

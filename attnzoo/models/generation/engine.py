@@ -144,6 +144,21 @@ class Generator:
             )
         self.prefill.limit = limit * 2**20
 
+    def share(self, over: Any) -> None:
+        """Read each prompt on several ranks, a part on each, see :func:`attnzoo.parallel.prefill`.
+
+        All of them make the same calls with the same prompts, and draw the same tokens.
+
+        Args:
+            over: their process group or one-dimensional device mesh; None: this process reads alone.
+
+        Raises:
+            ValueError: a generator that evicts or forgets keys.
+        """
+        if over is not None and (why := self.prefill.whole()):
+            raise ValueError(f"over: expected None with {why}, for which one process reads a prompt whole")
+        self.prefill.over = over
+
     def add(
         self,
         prompt: Tensor | Sequence[int],

@@ -15,6 +15,8 @@ from torch import Tensor
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.request import Request
+from attnzoo.parallel import Fragments
+from attnzoo.parallel import prefill as read_together
 
 PIECE = 512  # tokens
 Digest = bytes
@@ -44,6 +46,7 @@ class Prefill:
         evict, budget: see :class:`~attnzoo.models.generation.engine.Generator`.
         piece: tokens that are read between two steps of the others.
         limit: bytes of the states that are kept for later prompts; the one that was used longest ago goes first.
+        over: process group or device mesh whose ranks read each prompt together; None: this process alone.
         kept: these states, by a digest of the tokens that they have seen.
     """
 
@@ -52,6 +55,7 @@ class Prefill:
     budget: Any
     piece: int = PIECE
     limit: int = 0
+    over: Any = None
     kept: OrderedDict[Digest, Reading] = field(default_factory=OrderedDict)
     _weights: int = 0
 
@@ -74,7 +78,11 @@ class Prefill:
             request.found = request.reading.tokens
         reading = request.reading
         piece = start[reading.tokens :][: None if self.whole() else self.piece]
-        reading.last = self.model.hidden(piece[None], cache=reading.cache)[:, -1]
+        if self.over is not None and not reading.tokens and len(start) >= self.over.size():
+            piece, fragments = start, Fragments.zigzag(len(start), self.over)
+            reading.cache, reading.last = read_together(self.model, piece[None], fragments)
+        else:
+            reading.last = self.model.hidden(piece[None], cache=reading.cache)[:, -1]
         reading.tokens += len(piece)
         if self.limit:
             self._keep(request.prompt, reading)
