@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
@@ -11,7 +11,7 @@ from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
 NORMS = ("before", "after", "both")
-WORDS = {"norm": NORMS, "norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
+WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
 KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
 THEIRS = {  # our field -> its name in Hugging Face's configurations
     "num_layers": "num_hidden_layers",
@@ -71,7 +71,8 @@ class ModelConfig:
         logit_softcap: `softcap tanh(l / softcap)` takes the place of each logit l (Gemma 2); None for none.
         initializer_range: standard deviation of the initial linear and embedding weights.
         norm: where the norms of a block stand whose entry of `attention` does not say it: `before` attention and MLP,
-            `after` them (OLMo 2), or `both` (Gemma 2).
+            `after` them (OLMo 2), or `both` (Gemma 2); or a list of these, repeated until the layers are filled, which
+            stays where another `attention` comes (OLMo Hybrid).
 
     Raises:
         ValueError: a size below 1 or beyond every model's, an option that is the model's, or layers that the list of
@@ -95,7 +96,7 @@ class ModelConfig:
     learned_positions: int | None = None
     logit_softcap: float | None = None
     initializer_range: float = 0.02
-    norm: str = "before"
+    norm: Any = "before"
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), ModelConfig.__annotations__)
@@ -145,7 +146,21 @@ class ModelConfig:
                 f"attention: a pattern of {len(pattern)} layers ({', '.join(spec.name for spec in pattern)}) "
                 f"does not fill num_layers={self.num_layers} evenly"
             )
-        return pattern * (self.num_layers // len(pattern))
+        norms = self._norms()
+        specs = pattern * (self.num_layers // len(pattern))
+        return [replace(spec, norm=spec.norm or norms[i % len(norms)]) for i, spec in enumerate(specs)]
+
+    def _norms(self) -> list[str]:
+        """Where the norms stand of the blocks whose entries do not say it, a pattern that fills the layers evenly."""
+        norms = [self.norm] if isinstance(self.norm, str) else self.norm
+        if not isinstance(norms, list | tuple) or not norms:
+            raise ValueError(f"norm: expected one of {', '.join(NORMS)}, or a list of them, got {self.norm!r}")
+        for norm in norms:
+            if norm not in NORMS:
+                raise unknown("norm", norm, NORMS)
+        if self.num_layers % len(norms):
+            raise ValueError(f"norm: a pattern of {len(norms)} does not fill num_layers={self.num_layers} evenly")
+        return list(norms)
 
     def _layer_specs(self, entry: object) -> list[LayerSpec]:
         if isinstance(entry, str):
@@ -171,7 +186,7 @@ class ModelConfig:
         for option in ("name", "hidden_size"):
             if option in options:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
-        norm = entry.get("norm", self.norm)
-        if norm not in NORMS:
+        norm = entry.get("norm", "")
+        if "norm" in entry and norm not in NORMS:
             raise unknown("norm", norm, NORMS, of=name)
         return [LayerSpec(name, options, norm)] * repeat

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnzoo.config import ModelConfig
+from attnzoo.config import ModelConfig, load_config
 from attnzoo.models import LanguageModel
 from attnzoo.models.generation.engine import Generator
 from attnzoo.models.hf import AttnzooForCausalLM
@@ -106,6 +106,10 @@ def test_a_text_longer_than_the_learned_positions_is_refused(model, tokens):
         ({"logit_softcap": -1.0}, "logit_softcap: expected"),
         ({"learned_positions": 0}, "learned_positions: expected at least 1, got 0"),
         ({"attention": {"name": "nope", "norm": "around"}}, "unknown norm 'around' of nope"),
+        ({"norm": "aftr"}, "did you mean 'after'"),
+        ({"norm": ["before", "aftr"]}, "did you mean 'after'"),
+        ({"norm": ["before"] * 3}, "norm: a pattern of 3 does not fill num_layers"),
+        ({"norm": []}, r"norm: expected one of before, after, both, or a list of them, got \[\]"),
     ],
 )
 def test_options_that_say_nothing_are_refused(options, message):
@@ -117,5 +121,7 @@ def test_another_variant_keeps_where_the_model_has_its_norms():
     config = ModelConfig(["rope", {"name": "nope", "norm": "before"}], norm="after")
     assert [layer.norm for layer in config.layers()] == ["after", "before"] * 2
     assert {layer.norm for layer in replace(config, attention="fox").layers()} == {"after"}
-    with pytest.raises(ValueError, match="did you mean 'after'"):
-        ModelConfig(norm="aftr")
+    mixed = ModelConfig(["rope", "nope"], norm=["before", "after"])
+    for swapped in (mixed, replace(mixed, attention="fox"), replace(mixed, attention=["gla", "fox", "gla", "fox"])):
+        assert [layer.norm for layer in swapped.layers()] == ["before", "after"] * 2
+    assert load_config(None, ["model.norm=[before,after]", "model.attention=fox"]).model.layers()[1].norm == "after"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,6 +190,14 @@ def test_continuations_are_the_peers(case, tokens):
     theirs = peer(*CASES[case])
     expected = theirs.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(from_peer(theirs).generate(tokens, 12, temperature=0), expected)
+
+
+def test_another_attention_keeps_where_each_layer_of_olmo_hybrid_has_its_norms():
+    """A bare name in place of the list of layers says nothing of norms, which are the block's."""
+    config = from_peer(peer(*CASES["olmo_hybrid, still"])).config
+    places = [layer.norm for layer in config.layers()]
+    assert places == ["after", "before"]
+    assert [layer.norm for layer in replace(config, attention="fox").layers()] == places
 
 
 FOLDERS = [

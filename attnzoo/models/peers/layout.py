@@ -108,8 +108,8 @@ def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor
         yield from ((f"{ours}.gate.{part}", gate), (f"{ours}.up.{part}", up), (f"{ours}.down.{part}", down))
 
 
-def pattern(entries: list[dict[str, Any]]) -> Any:
-    """The entries of all layers as `ModelConfig.attention` takes them: the shortest list that repeats into them."""
+def pattern(entries: list[Any]) -> Any:
+    """The entries of all layers as `ModelConfig` takes them: the shortest list that repeats into them."""
     count = len(entries)
     period = next(n for n in range(1, count + 1) if count % n == 0 and entries == entries[:n] * (count // n))
     return entries[0] if period == 1 else entries[:period]

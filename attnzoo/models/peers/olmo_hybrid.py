@@ -53,12 +53,13 @@ def olmo_hybrid(settings: Settings) -> Peer:
     entries: dict[str, dict[str, Any]] = {
         "linear_attention": {"name": "gated_deltanet", "options": linear},
         "full_attention": {
-            "name": "nope" if turn is None else "rope", "norm": "after",
+            "name": "nope" if turn is None else "rope",
             "options": softmax | ({} if turn is None else turn.options),
         },
     }  # fmt: skip
     config = ModelConfig(
         attention=pattern([entries[kind] for kind in kinds]), num_heads=H,
+        norm=pattern(["after" if kind == "full_attention" else "before" for kind in kinds]),
         intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
     )  # fmt: skip
 
