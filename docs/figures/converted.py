@@ -9,6 +9,7 @@ from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.statistics import with_error
 
+TARGETS = {"fox": "FoX, without the rotation", "gated_deltanet": "Gated DeltaNet, beside the rotation"}
 STEPS = ("swapped", "after align", "after distil", "after text", "text alone")
 
 
@@ -17,6 +18,7 @@ def table(results: Path) -> str:
     [measured] = [each for each in find("convert").measured if each.size == "cpu"]
     outcome = load_outcome(results / measured.result)
     lines = [f"| layers | {' | '.join(STEPS)} |", "|---" * (1 + len(STEPS)) + "|"]
-    found = [outcome.values(Value(f"fox, {step}", "loss")) for step in STEPS]
-    lines.append(f"| FoX, without the rotation | {' | '.join(map(with_error, found))} |")
+    for target, words in TARGETS.items():
+        found = [outcome.values(Value(f"{target}, {step}", "loss")) for step in STEPS]
+        lines.append(f"| {words} | {' | '.join(map(with_error, found))} |")
     return "\n".join(lines)
