@@ -133,7 +133,8 @@ def _places(counts: Tensor, ends: Tensor, strides: Tensor, starts: Tensor, heads
     first = (number // heads * strides[..., None] + ends[:, None] - last) * heads + number % heads + starts[..., None]
     shift, of_each = torch.stack([first, counts]).flatten(1).to(device)
     total = int(counts.sum())
-    return shift.repeat_interleave(of_each, output_size=total) + torch.arange(total, device=device) * heads
+    begins: Tensor = shift.repeat_interleave(of_each, output_size=total)
+    return begins + torch.arange(total, device=device) * heads
 
 
 class _Send(torch.autograd.Function):

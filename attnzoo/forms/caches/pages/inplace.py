@@ -76,9 +76,8 @@ class PagedMemory(Memory):
     ) -> PagedMemory:
         """An empty memory in a pool of ``kind``; see :meth:`~attnzoo.forms.caches.pages.pool.KeyPool.like`."""
         B, evict, phase = len(rows.lengths), state.evict, state.phase
-        pool = kind.like(
-            state, B, tokens, device, **({"eight_bits": True} if rows.eight_bits and kind is KeyPool else {})
-        )
+        narrow = rows.eight_bits and kind is KeyPool
+        pool = (kind.like_in_eight_bits if narrow else kind.like)(state, B, tokens, device)
         pool.lengths = rows.lengths
         if phase is not None:
             phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)

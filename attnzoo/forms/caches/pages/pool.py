@@ -42,21 +42,28 @@ class KeyPool(Pages):
     on_host: ClassVar[bool] = False
 
     @classmethod
-    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str, eight_bits: bool = False) -> Self:
+    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
         """A pool of B empty sequences of up to ``tokens`` tokens, with heads and channels as in ``state``.
 
         It has pages for all of these tokens from the start, or where keys are evicted takes them as they are needed.
 
         Args:
             state: a :class:`~attnzoo.KVCache` or a cache in pages, of one sequence that has a token.
-            eight_bits: whether keys and values have these.
         """
+        return cls._like(state, B, tokens, device, pool_of(state).v.dtype)
+
+    @classmethod
+    def like_in_eight_bits(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
+        """As :meth:`like`, with keys and values in 8 bits."""
+        return cls._like(state, B, tokens, device, E4M3)
+
+    @classmethod
+    def _like(cls, state: Any, B: int, tokens: int, device: torch.device | str, dtype: torch.dtype) -> Self:
         one = pool_of(state)
         sizes, each = one.sizes._replace(B=B), 1 if state.evict is not None else -(-tokens // PAGE)
         return cls.empty(
-            sizes, dtype=E4M3 if eight_bits else one.v.dtype, device=device, decays=one.decay is not None,
-            pages=B * sizes.G * each, tokens=tokens,
-        )  # fmt: skip
+            sizes, dtype=dtype, device=device, decays=one.decay is not None, pages=B * sizes.G * each, tokens=tokens
+        )
 
     def holding(self, state: Any) -> KeyPool:
         """The keys of a state of one sequence in a pool of this kind, to be read: both stay as they are."""
