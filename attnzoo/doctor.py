@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends import fla, fla_kernels
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.kernels import norms
 from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
@@ -72,6 +73,7 @@ class Report:
     Attributes:
         gpus: the GPUs, or the reason why there are none.
         slow: other causes of slowness in this setup, with remedies.
+        parts: what short convolutions, norms and log decays of layers run on.
     """
 
     system: str
@@ -80,6 +82,7 @@ class Report:
     layer: str
     rows: tuple[Row, ...]
     slow: tuple[str, ...] = ()
+    parts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,6 +92,7 @@ class Report:
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus)]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
+        lines += [f"- {self.parts}"] if self.parts else []
         lines += [f"- slow: {why}" for why in self.slow]
         table: list[tuple[str, ...]] = [("variants", "when", "runs on", "why nothing faster")]
         for names, situations in _grouped(self.rows):
@@ -136,8 +140,17 @@ def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
         f"{platform.platform()}, Python {platform.python_version()}", tuple(gpus),
         {name: _version(name) for name in PACKAGES},
         f"layers with heads of {head_dim}, {str(dtype).removeprefix('torch.')}{where}", tuple(rows),
-        tuple(_slow()) if device.type == "cuda" else (),
+        tuple(_slow()) if device.type == "cuda" else (), _parts(device, dtype),
     )  # fmt: skip
+
+
+def _parts(device: torch.device, dtype: torch.dtype) -> str:
+    """What short convolutions, norms and log decays run on, with the reason why not on kernels."""
+    with FakeTensorMode():
+        why = norms.triton_unavailable(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
+    if device.type == "cpu":
+        why = why or "auto looks for kernels on a GPU alone"
+    return f"short convolutions, norms and log decays of layers run on {f'PyTorch: {why}' if why else 'triton'}"
 
 
 def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:

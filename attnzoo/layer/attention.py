@@ -19,6 +19,8 @@ from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_borders
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.kernels import linear
+from attnzoo.kernels.norms import Gated, Skip
 from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import check_cache, check_layer, evicts, keys_per_token
@@ -36,6 +38,8 @@ from attnzoo.layer.modules import (
     ShortConvolution,
     TokenShift,
     l2_normalize,
+    untouched,
+    writes_fuse,
 )
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import shared_rows
@@ -84,7 +88,7 @@ class Attention(NoticedStarts):
         super().__init__()
         check_layer(variant, config, prune, impl, forgetting, keep_carries)
         classes = gate_classes(config.gate)
-        self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
+        self.variant, self.config, self.prune = variant, config, prune
         self.keep_carries = keep_carries
         self.scale, self.core_options = config.scale, config.core_options(variant.side)
         self.keys_per_token = keys_per_token(variant, config, classes, gate_options or {})  # and values
@@ -132,6 +136,7 @@ class Attention(NoticedStarts):
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self.forget = None if forgetting is None else ForgetNetwork(forgetting, G, K, V, config.window)
         self.picked: str | None = None  # form and device of the last call
+        self.impl = impl
         # decided once: no call changes it
         self._factors = factors
         self._heads = ((q_heads, K), (k_rows, K), (v_rows, V))
@@ -143,6 +148,18 @@ class Attention(NoticedStarts):
             (self.gate,) if all(cls in OWN_GATES for cls in classes) else ()
         )  # no second place of a module
         self.reset_parameters()
+
+    @property
+    def impl(self) -> str:
+        """The implementation that calls run on, as :func:`~attnzoo.layer.build.build_attention` explains it."""
+        return self._impl
+
+    @impl.setter
+    def impl(self, impl: str) -> None:
+        self._impl = impl
+        for part in self.modules():
+            if isinstance(part, (HeadNorm, ShortConvolution, GateProjection)):
+                part.impl = impl
 
     def reset_parameters(self) -> None:
         """Initialise linear weights from N(0, 0.02^2), and gates, norms and convolutions as their papers do."""
@@ -299,7 +316,7 @@ class Attention(NoticedStarts):
             return chosen(self.variant, self.impl, call)
         place = call.q.device.type
         last = REFERENCE if place == "cpu" and self.picked == "reference on cpu" else ""
-        form = chosen(self.variant, self.impl, call, last)
+        form = chosen(self.variant, self._impl, call, last)
         if form != last:
             self.picked = f"{form} on {place}"
         return form
@@ -369,18 +386,32 @@ class Attention(NoticedStarts):
         """The layer's output ``[B, T, D]`` from the core's, ``[B, T, H, V]``."""
         if self.keys_per_token > 1:
             o = outputs(o, self.keys_per_token)
+        norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
+        logits = None if self.output_gate is None else self.output_gate(x)
+        y: Tensor
+        if (o.is_cuda or self._impl == "triton") and self._norm_fuses(o, v, logits):
+            gate = None if logits is None else Gated(logits, act == "swish", first)
+            y = self.o_proj(norm.fused(o, gate, None if self.skip is None else Skip(v, self.skip)).flatten(2))
+            return y
         if self.skip is not None:
             o = o + (self.skip[:, None] * expand_heads(v, o.shape[2])).to(o.dtype)
-        gated = None if self.output_gate is None else ACTIVATIONS[self.config.output_gate](self.output_gate(x))
-        if gated is not None and self.config.gate_before_norm:
+        gated = None if logits is None else ACTIVATIONS[act](logits)
+        if gated is not None and first:
             o, gated = o * gated.unflatten(-1, o.shape[2:]), None
-        if self.output_norm is not None:
-            o = self.output_norm(o)
+        if norm is not None:
+            o = norm(o)
         o = o.flatten(2)
         if gated is not None:
             o = o * gated
-        y: Tensor = self.o_proj(o)
+        y = self.o_proj(o)
         return y
+
+    def _norm_fuses(self, o: Tensor, v: Tensor, logits: Tensor | None) -> bool:
+        """Whether one kernel computes what is between the core and the output projection."""
+        norm = self.output_norm
+        if type(norm) is not HeadNorm or not untouched(norm) or not norm.fuses(o, logits, v, self.skip):
+            return False
+        return logits is None or logits.shape == (*o.shape[:2], o.shape[2] * o.shape[3])
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
         """Bounds of later query rows by the weights of QK-norm; None without it."""
@@ -408,7 +439,7 @@ class Attention(NoticedStarts):
             assert self.correction is not None
             q = q - (self.correction[:, None] * k).to(q.dtype)
         if config.qk_norm == "l2":
-            q, k = l2_normalize(q), l2_normalize(k)
+            q, k = l2_normalize(q, self._impl), l2_normalize(k, self._impl)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.angle is not None:
@@ -432,6 +463,8 @@ class Attention(NoticedStarts):
             k, v, write = self.gate.written(k, v, gate, write, stream)
         if self.keys_per_token > 1:
             q, k, v, gate = sub_tokens(q, k, v, gate)
+        if (v.is_cuda or self._impl == "triton") and isinstance(write, Tensor) and writes_fuse(self._impl, v, write):
+            v, write = linear.written_values(v, write), None
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,6 @@ import logging
 from typing import Any, cast
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.values import as_given
@@ -14,14 +13,12 @@ from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.state import check_state
 from attnzoo.forms.options import Options
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, doubts, is_brief
-from attnzoo.kernels.common.untraced import constant_in_traces
+from attnzoo.kernels.common.untraced import constant_in_traces, exporting
 from attnzoo.layer.exported import exported
 from attnzoo.registry import BUILT_IN, get
 from attnzoo.variant import Variant
 
 logger = logging.getLogger(__name__)
-
-KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # before, torch.compile looks like an export
 
 KERNELS = ("triton", "fla", "sdpa")  # what auto tries on a GPU, in this order
 IMPLS = ("auto", *KERNELS, REFERENCE)
@@ -143,11 +140,7 @@ def run(variant: Variant, form: str, call: Call, checked: bool = True) -> tuple[
                 given = options if isinstance(options, Options) else forms.OPTIONS(**options)
                 return forms.go_on(form, *inputs, call.state, given)
             return variant.form_set.extend(*inputs, call.state, form=form, **options)
-    if (
-        form == REFERENCE
-        and torch.compiler.is_exporting()
-        and (KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
-    ):
+    if form == REFERENCE and torch.compiler.is_exporting() and exporting():
         return exported(variant.name, _fastest(variant), *inputs, options), None
     if not checked:
         with as_given(call.q):

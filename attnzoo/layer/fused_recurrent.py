@@ -12,7 +12,7 @@ from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.caches.inplace import MatrixMemory
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.kernels.linear import Convolution, DecayLogits, RecurrentParts, linear_step, triton_unavailable
+from attnzoo.kernels.linear import Convolution, RecurrentParts, linear_step, triton_unavailable
 from attnzoo.layer.gates import GATES, Combined
 from attnzoo.layer.gates.base import GateProjection
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
@@ -109,27 +109,12 @@ def _gates(layer: Any, x: Tensor) -> dict[str, Any]:
     """The gate arguments of :func:`~attnzoo.kernels.linear.linear_step`: products of x with the gates' weights."""
     found: dict[str, Any] = {}
     for gate in _members(layer.gate):
-        if isinstance(gate, ForgetGate):
-            found["decay"] = DecayLogits(*_unbiased(gate.forget_proj, x), factor=gate.factor)
-        elif isinstance(gate, SoftplusDecay):
-            found["decay"] = DecayLogits(gate.dt_proj(x), gate.dt_bias, gate.log_a, opposite=True)
-            found["writes"] = gate.writes
-        elif isinstance(gate, LowRankDiagonal):
-            low = x if gate.down is None else gate.down(x)
-            found["diag"] = DecayLogits(*_unbiased(gate.up, low), factor=1 / gate.temperature)
-        elif isinstance(gate, FullRankDiagonal):
-            found["diag"] = DecayLogits(*_unbiased(gate.channel_proj, x))
-        elif isinstance(gate, SoftplusDiagonal):
-            logits = gate.channel_up(gate.channel_down(x))
-            found["diag"] = DecayLogits(logits, gate.channel_bias, gate.log_a, opposite=True)
+        if isinstance(gate, (ForgetGate, SoftplusDecay)):
+            found |= {"decay": gate.logits(x), "writes": gate.writes}
+        elif isinstance(gate, (LowRankDiagonal, FullRankDiagonal, SoftplusDiagonal)):
+            found["diag"] = gate.logits(x)
         elif isinstance(gate, DeltaRule):
             found |= {"beta": gate.beta_proj(x), "beta_factor": 2.0 if gate.allow_neg_eigval else 1.0}
         elif type(gate) is not GateProjection:  # a gate without inputs
             found["decay"] = gate(x, None, None)[0].log_decay
     return found
-
-
-def _unbiased(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The product of x with the weight, and the bias; for a user's own module its output and None."""
-    unbiased = getattr(linear, "unbiased", None)
-    return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)

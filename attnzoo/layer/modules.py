@@ -11,15 +11,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.values import as_given
+from attnzoo.kernels import convolution, linear, norms
+from attnzoo.kernels.common.untraced import exporting
+from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, wide
 
 UNIT_EPS = 1e-6  # repeated as a literal below: torch.compile(dynamic=True) makes symbols of global floats
+PLAIN = (Tensor, nn.Parameter)
 
 
-def l2_normalize(x: Tensor) -> Tensor:
+def on_kernels(impl: str, *tensors: Tensor | None) -> bool:
+    """Whether kernels may compute a part of a layer of this ``impl`` from these tensors.
+
+    Not while a program is exported, nor from tensors of another kind (sharded or quantised ones). Parts ask on a GPU,
+    and elsewhere where ``impl`` is ``"triton"``.
+    """
+    if impl == "reference":
+        return False
+    return not exporting() and all(one is None or type(one) in PLAIN for one in tensors)
+
+
+def untouched(part: nn.Module) -> bool:
+    """Whether a module may be left out of a call that computes what it would: no hook waits for it."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return not any(hooks) and not hasattr(part, "_hf_hook")
+
+
+def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
     """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
     short."""
+    if (x.is_cuda or impl == "triton") and on_kernels(impl, x) and not norms.triton_unavailable(x):
+        return norms.head_norm(x if x.ndim == 4 else x.flatten(2, -2), kind="l2", eps=1e-6).view(x.shape)
     x32 = wide(x)
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
@@ -27,6 +50,38 @@ def l2_normalize(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """``log(1 + exp(x))``; in compiled code the derivative of torch's own assumes wrong strides."""
     return -F.logsigmoid(-x)
+
+
+def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The product of x with a weight, and the bias that is to be added where both come apart.
+
+    Args:
+        linear: of a user's own or with hooks: its output and None.
+        apart: whether they are asked for apart.
+    """
+    unbiased = getattr(linear, "unbiased", None) if apart and untouched(linear) else None
+    return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)  # type: ignore[return-value]
+
+
+def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The log decays that ``of`` describes, in at least float32, and with ``steps`` the softplus that they are made
+    of."""
+    look = (of.logits.is_cuda or impl == "triton") and on_kernels(impl, of.logits, of.bias, of.log_a)
+    if look and not linear.decays_unavailable(of.logits):
+        return linear.log_decays(of, steps)
+    x = wide(of.logits) if of.bias is None else wide(of.logits) + wide(of.bias)
+    log = -softplus(x) if of.opposite else F.logsigmoid(x)
+    if of.log_a is None:
+        return log if of.factor == 1 else log * of.factor, -log if steps else None
+    a = wide(of.log_a).exp() * of.factor
+    per_head = log.unflatten(-1, (len(a), -1)) * a[:, None]
+    return per_head.flatten(-2), -log if steps else None
+
+
+def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
+    """Whether a kernel multiplies values by their write strengths."""
+    found = write.shape == v.shape[:3] and on_kernels(impl, v, write)
+    return found and not linear.writing_unavailable(v)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -72,14 +127,26 @@ class HeadNorm(nn.Module):
         shared: bool = False,
     ) -> None:
         super().__init__()
-        self.kind, self.eps, self.groups = kind, eps, groups
+        self.kind, self.eps, self.groups, self.impl = kind, eps, groups, "auto"
         self.weight = nn.Parameter(torch.ones(dim) if shared else torch.ones(heads, dim))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
+    def fuses(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Whether a kernel norms x, and what is with it."""
+        found = on_kernels(self.impl, x, self.weight, *others)
+        return found and not norms.triton_unavailable(x, self.groups)
+
+    def fused(self, x: Tensor, gate: norms.Gated | None = None, skip: norms.Skip | None = None) -> Tensor:
+        """The normed x with a gate and with what is added first, by the kernel."""
+        given = {"kind": self.kind, "eps": self.eps, "groups": self.groups}
+        return norms.head_norm(x, self.weight, **given, gate=gate, skip=skip)  # type: ignore[arg-type]
+
     def forward(self, x: Tensor) -> Tensor:
         """The normed ``x [B, T, heads, dim]`` in its dtype; computed in at least float32."""
+        if (x.is_cuda or self.impl == "triton") and self.fuses(x):
+            return self.fused(x)
         dtype, shape = x.dtype, x.shape
         x = wide(x)
         if self.groups is not None:
@@ -110,7 +177,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         if size < 1:
             raise ValueError(f"size: expected a convolution over at least 1 token, got {size}")
-        self.size, self.activation = size, FEATURE_MAPS[activation]
+        self.size, self.activation, self.impl = size, FEATURE_MAPS[activation], "auto"
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
@@ -129,8 +196,27 @@ class ShortConvolution(nn.Module):
             up: a linear map from rank to channels, applied first; a plain function, as accelerate's hooks would move a
                 module.
         """
-        fn = self._convolve if up is None else partial(self._convolve_map, up)
-        return stream.windowed(name, x, self.size, fn)
+        if up is not None:
+            return stream.windowed(name, x, self.size, partial(self._convolve_map, up))
+        if not (x.is_cuda or self.impl == "triton") or self._unavailable(x):
+            return stream.windowed(name, x, self.size, self._convolve)
+        if type(stream) is Stream and stream.valid is None:
+            return self._fused(x, stream.continued(name, x, self.size - 1), stream.cu_seqlens)
+        n = self.size - 1
+        return stream.windowed(name, x, self.size, lambda full: self._fused(full[:, n:], full[:, :n]))
+
+    def _unavailable(self, x: Tensor) -> str:
+        """Why no kernel convolves x, or ""."""
+        if self.activation not in (F.silu, _identity):
+            return f"expected a SiLU or no activation, got {self.activation}"
+        if not on_kernels(self.impl, x, self.weight, self.bias):
+            return f"expected plain tensors, outside an export, and another impl than reference, got {self.impl!r}"
+        return convolution.triton_unavailable(x, self.weight)
+
+    def _fused(self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The convolution by the kernel."""
+        given = {"before": before, "cu_seqlens": cu_seqlens}
+        return convolution.causal_convolution(x, self.weight, self.bias, **given, silu=self.activation is F.silu)
 
     def _convolve_map(self, up: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
         """The convolution of ``up`` times ``low [B, size - 1 + T, rank]``, ``[B, T, channels]``.
@@ -227,5 +313,5 @@ def as_built(layer: Any) -> bool:
         "q_conv": ShortConvolution, "k_conv": ShortConvolution, "v_conv": ShortConvolution,
     }  # fmt: skip
     parts = {name: part for name in kinds if (part := getattr(layer, name)) is not None}
-    heard = any(part._forward_hooks or part._forward_pre_hooks for part in (*parts.values(), *layer.gate.modules()))
-    return not heard and all(type(part) is kinds[name] for name, part in parts.items())
+    alone = all(untouched(part) for part in (*parts.values(), *layer.gate.modules()))
+    return alone and all(type(part) is kinds[name] for name, part in parts.items())

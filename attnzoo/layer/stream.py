@@ -215,6 +215,18 @@ class Stream:
         rank = order.argsort(1)[:, n:] - n
         return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
 
+    def continued(self, name: str, x: Tensor, n: int) -> Tensor | None:
+        """The n tokens before ``x [B, T, X]`` in the cache, where rows have one; the last n are stored in their place.
+
+        Without padding; otherwise as :meth:`windowed`.
+        """
+        if self.cache is None:
+            return None
+        past = self.cache.windows.get(name)
+        past = x.new_zeros(x.shape[0], n, x.shape[2]) if past is None else past.to(x.dtype)
+        self._remember(name, torch.cat([past, x[:, max(0, x.shape[1] - n) :]], 1), n)
+        return past
+
     def before(self, name: str, x: Tensor) -> Tensor:
         """The preceding token of each token of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the
         cache."""

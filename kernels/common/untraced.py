@@ -10,8 +10,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from packaging.version import Version
 
 F = TypeVar("F", bound=Callable[..., Any])
+KNOWS_EXPORT = Version(torch.__version__) >= Version("2.13")  # before, torch.compile looks like an export
+
+
+def exporting() -> bool:
+    """Whether a program is exported, as far as this torch can tell that from compiling."""
+    return torch.compiler.is_exporting() and (KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
 
 
 def untraced(function: F) -> F:

@@ -57,6 +57,7 @@ def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> No
     assert row(report, "mamba2", "training").form == "fla"
     assert row(report, "wall", "cached step").kernels == "a step per token over all keys"
     assert "cuda:0: Pretend, compute capability 9.0" in report.text()
+    assert report.parts == "short convolutions, norms and log decays of layers run on triton"
 
 
 def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
@@ -172,6 +173,7 @@ def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monke
         assert {row.why for row in report.rows} == {
             ("triton: auto looks for it on a GPU alone", "sdpa: auto looks for it on a GPU alone")
         }
+        assert report.parts.endswith("run on PyTorch: auto looks for kernels on a GPU alone")
 
 
 def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:

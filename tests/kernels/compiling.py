@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels import decode, linear
+from attnzoo.kernels import convolution, decode, linear, norms
 from attnzoo.kernels.common import device
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish, Norm
@@ -83,6 +83,26 @@ def linear_layer_step(dtype: torch.dtype, K: int, mamba2: bool) -> Tensor:
     return linear.linear_step(
         *made, state=torch.zeros(B, H, K, V), active=torch.zeros(B, dtype=torch.int32), parts=parts
     )
+
+
+def layer_parts(dtype: torch.dtype, K: int, mamba2: bool) -> list[Tensor]:
+    """Parts of a layer of Mamba-2, or of Gated DeltaNet and KDA on packed rows: convolution, norms, log decays."""
+    B, T, H, V = 1, 512, 4, 2 * K if mamba2 else K
+    x, logits = (torch.zeros(B, T, H * V, dtype=dtype).requires_grad_() for _ in range(2))
+    weight, head, channel = (torch.zeros(shape).requires_grad_() for shape in ((H, V), (H,), (H * V,)))
+    cu_seqlens = None if mamba2 else torch.tensor([0, 100, T])
+    before = torch.zeros(B, 3, H * V, dtype=dtype).requires_grad_() if mamba2 else None
+    window, bias = torch.zeros(H * V, 4).requires_grad_(), channel if mamba2 else None
+    y = convolution.causal_convolution(x, window, bias, before=before, cu_seqlens=cu_seqlens, silu=True).unflatten(
+        -1, (H, V)
+    )
+    decays = linear.DecayLogits(logits if not mamba2 else logits[..., :H], head if mamba2 else channel, head, 1.0, True)
+    gate, skip = norms.Gated(logits, True, mamba2), norms.Skip(y, head) if mamba2 else None
+    ends = [norms.head_norm(y, weight, groups=1 if mamba2 else None, gate=gate, skip=skip)]
+    ends += [] if mamba2 else [norms.head_norm(y, kind="l2")]
+    if mamba2:
+        ends.append(linear.written_values(y, torch.zeros(B, T, H).requires_grad_()))
+    return [*ends, *(one for one in linear.log_decays(decays, steps=mamba2) if one is not None)]
 
 
 def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -233,6 +253,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             )
             for mamba2 in (True, False):
                 yield (
+                    f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} parts",
+                    functools.partial(layer_parts, dtype, K, mamba2),
+                )
+                yield (
                     f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} step",
                     functools.partial(linear_layer_step, dtype, K, mamba2),
                 )
@@ -319,7 +343,19 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (page_api, path_pages, fox, linear.api, path, path_cache, rotation, wall):
+    for api in (
+        convolution.api,
+        page_api,
+        path_pages,
+        fox,
+        linear.api,
+        linear.gates,
+        norms.api,
+        path,
+        path_cache,
+        rotation,
+        wall,
+    ):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -21,7 +21,7 @@ from attnzoo.kernels.common.device import GLUON, triton_version
 HERE = Path(__file__).parent
 CASES = (  # of each kind of GPU
     f"8.0:decode bf16 64 step:{in_long('tokens', '')}",
-    "8.0:linear bf16 64 mamba2 step",
+    "8.0:linear bf16 64 mamba2 (parts|step)",
     "8.0:path bf16 8 step",
     f"9.0:decode bf16 64 {in_long('path ', '(path )?')}rows",
     "9.0:fox bf16 128 gate$|path bf16 64 gate$:(?<!block_)(fwd|bwd)_hopper",

@@ -72,7 +72,7 @@ class SelectiveAngles(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         H = self.sizes.num_heads
-        x = l2_normalize(x.unflatten(-1, (H, -1))).flatten(-2)
+        x = l2_normalize(x.unflatten(-1, (H, -1)), self.impl).flatten(-2)
         low = self.angle_down(x)
         phi = self._up(low) if self.angle_conv is None else self.angle_conv(low, stream, "angle", self._up)
         phi = wide(phi).unflatten(-1, (H, -1))

@@ -48,6 +48,7 @@ class GateProjection(PreciseModule):
     provides: ClassVar[tuple[str, ...]] = ()
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must normalise its keys
     writes: ClassVar[bool] = False  # whether it returns a write strength, for the linear side only
+    impl: str = "auto"  # that of the layer
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

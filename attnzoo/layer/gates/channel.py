@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
-from attnzoo.layer.modules import softplus
+from attnzoo.layer.modules import log_decays, product
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateAffine, fill, wide
+from attnzoo.precision import GateAffine, fill
 
 
 class FullRankDiagonal(GateProjection):
@@ -36,8 +36,12 @@ class FullRankDiagonal(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"channel_bias": bias_reaching(tokens)}
 
+    def logits(self, x: Tensor, apart: bool = True) -> DecayLogits:
+        """What the decays of x are made of; ``apart``: the biases are not added yet."""
+        return DecayLogits(*product(self.channel_proj, x, apart))
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a = F.logsigmoid(wide(self.channel_proj(x)))
+        a, _ = log_decays(self.logits(x, apart=x.is_cuda), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
 
@@ -74,7 +78,10 @@ class SoftplusDiagonal(GateProjection):
         fill(self.channel_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
+    def logits(self, x: Tensor) -> DecayLogits:
+        """What the decays of x are made of."""
+        return DecayLogits(self.channel_up(self.channel_down(x)), self.channel_bias, self.log_a, opposite=True)
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        step = softplus(wide(self.channel_up(self.channel_down(x))) + wide(self.channel_bias))
-        step = step.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))
-        return Gate(log_diag=-wide(self.log_a).exp()[:, None] * step), None
+        a, _ = log_decays(self.logits(x), self.impl)
+        return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None

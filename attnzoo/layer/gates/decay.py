@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import has_values
+from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
-from attnzoo.layer.modules import softplus
+from attnzoo.layer.modules import log_decays, product, softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
 
@@ -90,6 +91,10 @@ class ForgetGate(GateProjection):
     @classmethod
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens)}
+
+    def logits(self, x: Tensor) -> DecayLogits:
+        """What the decays of x are made of."""
+        return DecayLogits(*product(self.forget_proj, x), factor=self.factor)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         g = F.logsigmoid(wide(self.forget_proj(x)))
@@ -200,15 +205,16 @@ class SoftplusDecay(StepSize):
         super().reset_parameters()
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, self.a_max).log())
 
+    def logits(self, x: Tensor) -> DecayLogits:
+        """What the decays of x are made of."""
+        return DecayLogits(self.dt_proj(x), self.dt_bias, self.log_a, opposite=True)
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None
+        decay, step = log_decays(self.logits(x), self.impl, steps=self.writes)
+        return Gate(log_decay=decay), step
 
 
 class Mamba2Decay(SoftplusDecay):
     """The softplus decay whose step size is also the write strength: ``v_t`` becomes ``dt_t v_t``."""
 
     writes = True
-
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        dt = self.step(x)
-        return Gate(log_decay=-wide(self.log_a).exp() * dt), dt

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.sums import running_sum
+from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.modules import log_decays
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import PreciseModule, fill, wide
 
@@ -44,9 +45,9 @@ class BoundedForgetGate(GateProjection):
         self.register_buffer("place", None, persistent=False)  # a tensor, so that layers share a compiled graph
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        z = wide(k)
         if self.shared is None:
-            return Gate(log_diag=F.logsigmoid(z)), None
+            return Gate(log_diag=log_decays(DecayLogits(k.flatten(2)), self.impl)[0].view(k.shape)), None
+        z = wide(k)
         [bounds] = self.shared
         low = bounds().index_select(0, self.place).view(self.sizes.num_heads, -1)
         low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # keeps the logarithms finite

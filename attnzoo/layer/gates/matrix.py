@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
+from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, bias_reaching
-from attnzoo.layer.modules import ShortConvolution, l2_normalize
+from attnzoo.layer.modules import ShortConvolution, l2_normalize, log_decays, product
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
 
@@ -48,8 +49,13 @@ class LowRankDiagonal(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens / options.get("temperature", 16.0))}
 
+    def logits(self, x: Tensor, apart: bool = True) -> DecayLogits:
+        """What the decays of x are made of; ``apart``: the biases are not added yet."""
+        low = x if self.down is None else self.down(x)
+        return DecayLogits(*product(self.up, low, apart), factor=1 / self.temperature)
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a = F.logsigmoid(wide(self.up(x if self.down is None else self.down(x)))) / self.temperature
+        a, _ = log_decays(self.logits(x, apart=x.is_cuda), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
 
@@ -174,7 +180,7 @@ class PathTransition(GateProjection):
                 w = self.w_conv(w, stream, "w")
             w = by_factor(w.unflatten(-1, (-1, self.sizes.head_dim)), -2, self.factors)
         beta = 2 * by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
-        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a rounded w may be longer than 1
+        return Gate(w=l2_normalize(wide(w), self.impl), beta=beta), None  # a rounded w may be longer than 1
 
 
 def checked_factors(number: int) -> int:

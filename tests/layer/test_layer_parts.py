@@ -1,0 +1,132 @@
+"""The kernels of a layer's parts: which layers call them, and what they give beside PyTorch's parts."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+from attnzoo import build_attention
+from attnzoo.kernels import convolution, linear, norms
+from attnzoo.layer import attention
+from attnzoo.layer.modules import HeadNorm
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+D, T = 32, 21
+# calls of the kernels in a forward: convolutions, norms (of outputs, of q and k), log decays
+CALLS: dict[str, tuple[int, int, int]] = {
+    "mamba2": (3, 1, 1), "gated_deltanet": (3, 3, 1), "deltanet": (3, 3, 0), "kda": (3, 3, 1), "gla": (0, 1, 1),
+    "gla, hgrn2": (0, 1, 1), "retnet": (0, 1, 0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel is called, by layers whose ``impl`` is "triton": their core runs on the reference."""
+    count: Counter[str] = Counter()
+
+    def heard(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            count[function.__name__] += 1
+            return function(*given, **named)
+
+        return call
+
+    for package, name in (
+        (convolution, "causal_convolution"),
+        (norms, "head_norm"),
+        (linear, "log_decays"),
+        (linear, "written_values"),
+    ):
+        monkeypatch.setattr(package, name, heard(getattr(package, name)))
+    monkeypatch.setattr(attention, "chosen", lambda *given: "reference")
+    return count
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """A layer on the kernels, and the same on PyTorch's parts."""
+    torch.manual_seed(0)
+    variant, _, block = name.partition(", ")
+    attn = build_attention(variant, hidden_size=D, num_heads=2, block=block or None, **options).to(HERE)
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    plain = copy.deepcopy(attn)
+    attn.impl, plain.impl = "triton", "reference"
+    return attn, plain
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(1, T, D, generator=torch.Generator().manual_seed(seed)).to(HERE)
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    return float((x - exact).detach().norm() / exact.detach().norm().clamp(min=1e-6))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_layers_call_the_kernels_for_their_parts(name: str, called: Counter[str]) -> None:
+    """Also packed, padded and in pieces: the same values and gradients."""
+    layers, x = pair(name), rows()
+    borders, mask = torch.tensor([0, 10, 11, T], device=HERE), (torch.arange(T, device=HERE) > 4)[None]
+
+    def outputs(attn: Any) -> list[Tensor]:
+        y = attn(x)
+        found = [y, *torch.autograd.grad(y.square().sum(), [p for p in attn.parameters() if p.requires_grad])]
+        with torch.no_grad():
+            cache = attn.new_cache()
+            found += [attn(x, cu_seqlens=borders), attn(x, attention_mask=mask)]
+            found.append(torch.cat([attn(piece, cache=cache) for piece in x.split([8, 1, 2, 10], 1)], 1))
+        return found
+
+    ours = outputs(layers[0])
+    names = ("causal_convolution", "head_norm", "log_decays")
+    assert tuple(called[name] for name in names) == tuple(7 * n for n in CALLS[name])
+    assert called["written_values"] == 7 * (name == "mamba2")
+    called.clear()
+    for x_, exact in zip(ours, outputs(layers[1]), strict=True):
+        assert error(x_, exact) < 1e-5
+    assert not called
+
+
+def test_hooks_and_exchanged_modules_are_called(called: Counter[str]) -> None:
+    attn, plain = pair("gated_deltanet")
+    seen: list[Tensor] = []
+    attn.output_norm.register_forward_hook(lambda module, given, made: seen.append(made))
+    assert error(attn(rows()), plain(rows())) < 1e-5
+    assert len(seen) == 1
+    for layer in (attn, plain):
+        layer.output_norm = nn.Identity()
+    assert error(attn(rows()), plain(rows())) < 1e-5
+    assert type(pair("gated_deltanet")[0].output_norm) is HeadNorm
+
+
+def test_the_choice_of_a_layer_reaches_its_parts() -> None:
+    attn, plain = pair("kda")
+    assert {part.impl for part in attn.modules() if hasattr(part, "impl")} == {"triton"}
+    assert {part.impl for part in plain.modules() if hasattr(part, "impl")} == {"reference"}
+
+
+def test_the_parts_of_exported_programs_are_those_of_pytorch(called: Counter[str]) -> None:
+    attn, _ = pair("deltanet")
+    names = {str(node.target) for node in torch.export.export(attn, (rows(),)).graph.nodes}
+    assert not called
+    assert not any("convolution_forward" in name or "head_norm" in name for name in names)
+
+
+def test_compiled_parts_give_the_same(called: Counter[str]) -> None:
+    """In one graph, with a gradient."""
+    attn, plain = pair("deltanet")
+    stream = attention.Stream(None, None, (1, T), rows().device)
+    compiled = torch.compile(attn._project, backend="eager", fullgraph=True)
+    found, exact = (
+        torch.autograd.grad(project(rows(), stream).q.exp().sum(), [layer.q_proj.weight, layer.q_conv.weight])
+        for layer, project in ((attn, compiled), (plain, plain._project))
+    )
+    assert max(map(error, found, exact)) < 1e-5
