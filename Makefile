@@ -17,7 +17,7 @@ EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
-	@echo "make small      train the small models that come with the package, on a GPU"
+	@echo "make small      train two small pairs on a GPU, which attnzoo then finds by name"
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"

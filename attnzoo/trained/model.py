@@ -39,7 +39,7 @@ from attnzoo.training.folder import check_data, load_run
 from attnzoo.training.model import new_model
 from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 
-SMALL = Path(__file__).parent / "small"  # runs that come along, each a folder named after it
+SMALL = Path(__file__).parent / "small"  # where `make small` puts runs, each a folder of its name
 LONG = 2**24  # most tokens to read of a text
 
 
@@ -50,7 +50,7 @@ class TrainedModel:
     Args:
         title: a description of the model.
         model: the model in evaluation mode.
-        folder: folder of the run or of the model; None for fresh weights.
+        folder: folder of the run or of the model; None for fresh weights and for a small model.
         config: the training configuration; None for a model folder, which has none.
         checkpoint: the checkpoint that was loaded, for a run.
         files: the tokenizer's files; empty where tokens are bytes or their tokenizer is unknown.
@@ -173,7 +173,7 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
 
 
 def small_models() -> list[str]:
-    """The names of the small trained models that come along."""
+    """The names of the small trained models, which `make small` makes."""
     return sorted(path.name for path in SMALL.glob("*/"))
 
 
@@ -189,9 +189,9 @@ def load_trained(
 
     Args:
         source: the folder of a run, or one that holds `config.json` and weights, of any kind that `attnzoo import`
-            takes; or, where nothing of that path exists, the name of a small model that comes along.
+            takes; or, where nothing of that path exists, the name of one of the :func:`small_models`.
         device: the device of the model.
-        dtype: the dtype of the weights; None keeps that of the files, and is float32 for a model that comes along.
+        dtype: the dtype of the weights; None keeps that of the files, and is float32 for a small model.
         checkpoint: the checkpoint of a run to load; None for the newest whole one.
         others: whether models of other libraries are accepted.
 
@@ -202,7 +202,8 @@ def load_trained(
     """
     source, name = Path(source), str(source)
     if not source.exists() and name in small_models():
-        return replace(load_trained(SMALL / name, device, dtype or torch.float32), title=name)
+        small = load_trained(SMALL / name, device, dtype or torch.float32)
+        return replace(small, title=name, folder=None)  # nothing is written there
     if (source / "config.yaml").is_file():
         checkpoint = checkpoint or usable_checkpoint(source, MODEL)
         model, config = load_run(source, device, checkpoint)

@@ -251,6 +251,8 @@ def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_
         ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
         ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
         ({"model_type": "rwkv7"}, "'rwkv7' is not supported: it erases along another vector .*; 'kda' loads"),
+        ({"model_type": "olmo3"}, "its layers with windows turn by other angles than the rest; 'olmo2' loads"),
+        ({"model_type": "granite"}, "it scales what each layer adds, .*; 'llama' loads"),
         ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images, .*; 'gemma2' loads"),
         (
             {

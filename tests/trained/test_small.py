@@ -69,7 +69,9 @@ def test_a_small_model_is_found_by_its_name(made, monkeypatch):
     model = load_text_model("fox-small", "cpu")
     assert {p.dtype for p in model.model.parameters()} == {torch.float32}
     assert "".join(Continuation(model, "x1 = ", 5, sampling={"temperature": 0.0})) is not None
-    assert find_model("path_fox-small").model.config.layers()[0].name == "path_fox"
+    found = find_model("path_fox-small")
+    assert found.model.config.layers()[0].name == "path_fox"
+    assert found.folder is None  # so that no evaluation is written into the package
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_small_model(made, monkeypatch):

@@ -1,6 +1,6 @@
 """The rows of Table 3 of FoX's paper: its layer, component by component."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
 from attnzoo.experiments.claims import All, Below, Value, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -41,12 +41,13 @@ EXPERIMENT = Experiment(
     title="FoX, component by component",
     question=(
         "Table 3 of FoX's paper: from a LLaMA without RoPE to FoX (Pro), one component at a time, and from FoX (Pro) "
-        "with one taken away, added or replaced. On the text and at the sizes of `pairs`. All models have an MLP of "
-        "one width; the paper's is wider without an output gate, so that here such models have 9% fewer weights."
+        "with one taken away, added or replaced. On the text and at the sizes of `pairs`, and at a smaller one. All "
+        "models have an MLP of one width; the paper's is wider without an output gate, so that here such models have "
+        "9% fewer weights."
     ),
     arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED),
     settings=PACKAGES,
-    sizes={"cpu": CPU, "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
+    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=(
         Expectation("FoX (Pro) is below Transformer (Pro), which is below FoX (LLaMA), and that below Transformer "

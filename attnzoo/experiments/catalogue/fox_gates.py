@@ -1,6 +1,6 @@
 """Forget gates that depend on the data, that are learnt without it, and that are fixed: Figure 7 of FoX's paper."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
 from attnzoo.experiments.claims import All, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -25,7 +25,8 @@ EXPERIMENT = Experiment(
     question=(
         "Figure 7 of FoX's paper: a forget gate that depends on the data beside one per head that is learnt but the "
         "same for all tokens, and one that is fixed, which is ALiBi; their decay lengths begin between 2 tokens and "
-        "T_max, which is varied. In the LLaMA block and in the Pro block, on the text and at the sizes of `pairs`."
+        "T_max, which is varied. In the LLaMA block and in the Pro block, on the text and at the sizes of `pairs`, and "
+        "at a smaller one."
     ),
     arms=tuple(
         arm for name, block in BLOCKS.items() for arm in (
@@ -35,7 +36,7 @@ EXPERIMENT = Experiment(
         )
     ),
     settings=PACKAGES,
-    sizes={"cpu": CPU, "gpu": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
+    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=tuple(
         Expectation(f"A gate that depends on the data is better than {what}, whatever T_max, in the {block} block.",

@@ -62,6 +62,7 @@ CPU = Size(
     ),
     lrs=(6e-3,), tokens=32768,
 )  # fmt: skip
+SHORT = size(128, 4, 200, 2e-3)  # 13 million tokens and 0.8 million weights: a table of 45 runs in some four minutes
 LARGER = {"gpu-10m": size(384, 6, 3240, 2e-3), "gpu-25m": size(512, 8, 7500, 1e-3)}
 
 EXPERIMENT = Experiment(

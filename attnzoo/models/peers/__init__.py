@@ -69,6 +69,8 @@ WITHOUT = {  # known kinds of models that have no mapping
     "rwkv7": f"{TWO_WAYS}; nor has a layer values of the first one, or tokens mixed with the one before in front of "
     "each projection and of the MLP; 'kda' loads",
     **dict.fromkeys(("gdn2", "gated_deltanet2"), f"{TWO_WAYS}; 'gated_deltanet' and 'kda' load"),
+    "olmo3": "its layers with windows turn by other angles than the rest; 'olmo2' loads",
+    "granite": "it scales what each layer adds, for which the decoder has no place; 'llama' loads",
     "gemma3_text": "its layers with windows turn by another base, which one field here holds; 'gemma2' loads",
     "gemma3": f"{IMAGES}; 'gemma2' loads",
     "qwen2_moe": f"{EXPERTS}; 'qwen2' loads",

@@ -93,6 +93,8 @@ class Serving:
         }  # fmt: skip
         if named := next((name for name, value in own.items() if value is not None), None):
             return f"vLLM has no {named}"
+        if not self.source.exists():  # a small model's name
+            return "vLLM serves folders"
         return "vLLM is not installed" if importlib.util.find_spec("vllm") is None else self._unserved()
 
     def _unserved(self) -> str:
