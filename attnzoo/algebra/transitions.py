@@ -399,7 +399,11 @@ def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
 
 def cut(x: Tensor, size: int) -> Tensor:
     """Cut ``[B, H, T, ...]`` into blocks ``[B, H, N, size, ...]``, the last one filled up with zeros."""
-    missing = -x.shape[2] % size
+    T = x.shape[2]
+    if size == T:
+        return x[:, :, None]
+    blocks = (T + size - 1) // size  # no -T % size and no (-1, size): where T is a symbol, both would stay in shapes
+    missing = blocks * size - T
     if missing:
         x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
-    return cast(Tensor, x.unflatten(2, (-1, size)))
+    return cast(Tensor, x.unflatten(2, (blocks, size)))

@@ -4,8 +4,11 @@ import pytest
 import torch
 from layers import layer, rows
 from thinning import in_long
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from attnzoo.algebra.gate import CLOSED, is_closed
+from attnzoo.algebra.transitions import cut
 from attnzoo.layer import modules
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
@@ -76,6 +79,17 @@ def test_a_strict_export_serves_every_length(name):
 def test_a_layer_is_traced(name):
     attn, x = layer(name), rows(2, 20)
     torch.testing.assert_close(torch.jit.trace(attn, (x,), check_trace=False)(x), attn(x))
+
+
+def test_blocks_of_a_length_that_varies_have_a_size_that_does_not():
+    """A size in terms of the length is in every shape that comes of a block: compiling takes twice as long."""
+    sizes = StatelessSymbolicContext([DimDynamic.STATIC, DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.zeros(1, 2, 20, 4), symbolic_context=sizes)
+    blocks = cut(x, 8)
+    assert isinstance(x.shape[2], torch.SymInt)
+    assert [type(n) for n in blocks.shape] == [int, int, torch.SymInt, int, int]
+    assert cut(torch.ones(1, 1, 20, 1), 8).shape[2:4] == (3, 8)
+    assert cut(torch.ones(1, 1, 20, 1), 20).shape[2:4] == (1, 20)
 
 
 def test_numbers_that_are_written_out_are_those_with_names():
