@@ -191,16 +191,18 @@ class Fragments:
     def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
         """What gives those of :meth:`of_all_tokens` after the wait of ``works``, and the knot."""
         most = max(map(self.count, range(self.ranks)))
-        padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows]
-        gathered, knot = gather(self.group, self.ranks, *padded, works=works)
+        if self.count(self.rank) < most:
+            rows = tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows)
+        gathered, knot = gather(self.group, self.ranks, *rows, works=works)
 
         def arrived() -> list[list[Tensor]]:
-            lengths = [[row.size for row in self.of_rank(rank)] for rank in range(self.ranks)]
+            ends = [(rank, most - self.count(rank)) for rank in range(self.ranks)]
+            sizes = [size for rank, end in ends for size in (*(row.size for row in self.of_rank(rank)), end)]
+            at = {row: self.slot(row) + sum(len(self.of_rank(r)) + 1 for r in range(row.rank)) for row in self.table}
             found = []
             for x in gathered:
-                pairs = zip(x.unbind(), lengths, strict=True)
-                cuts = [one.split([*sizes, most - sum(sizes)], 1) for one, sizes in pairs]
-                found.append([cuts[row.rank][self.slot(row)] for row in self.table])
+                cuts = x.transpose(0, 1).flatten(1, 2).split(sizes, 1)
+                found.append([cuts[at[row]] for row in self.table])
             return found
 
         return arrived, knot

@@ -58,7 +58,7 @@ class Earlier:
                 total = joined(self.totals[n], total)
         if not sum(k.shape[1] for k in keys):
             return None
-        k, v, g = (torch.cat(xs[::-1], 1) if xs else None for xs in (keys, values, gates))
+        k, v, g = (torch.cat(xs[::-1], 1) if len(xs) > 1 else xs[0] if xs else None for xs in (keys, values, gates))
         phase = None if angle is None else angle.new_zeros(1, 1, 1, angle.shape[-1], dtype=torch.float64)
         return KVCache(cast(Tensor, k), cast(Tensor, v), g, phase=phase, carried=self.totals is not None)
 

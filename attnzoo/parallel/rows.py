@@ -27,14 +27,17 @@ class Rows:
 
     def cut(self, fragments: Fragments) -> list[Rows]:
         """Those of each fragment of this rank."""
-        at, found = 0, []
-        write = getattr(self.options, "write", None)
-        for size in fragments.sizes:
-            span = slice(at, at + size)
-            options = self.options if write is None else replace(self.options, write=write[:, span])
-            gate = self.gate.slice(at, at + size)
-            found.append(Rows(self.q[:, span], self.k[:, span], self.v[:, span], gate, options))
-            at += size
+        if len(fragments.sizes) == 1:
+            return [self]
+        names, write = self.gate.parts, getattr(self.options, "write", None)
+        parts = [getattr(self.gate, name) for name in names]
+        given = [self.q, self.k, self.v, *(x for x in (*parts, write) if x is not None and x.ndim > 1)]
+        found = []
+        for q, k, v, *others in zip(*(x.split(fragments.sizes, 1) for x in given), strict=True):
+            rest = iter(others)
+            gate = Gate(**{name: x if x.ndim == 1 else next(rest) for name, x in zip(names, parts, strict=True)})
+            options = self.options if write is None else replace(self.options, write=next(rest))
+            found.append(Rows(q, k, v, gate, options))
         return found
 
 
