@@ -110,9 +110,9 @@ def choose(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     prune = rows.options.prune
     if transport == "pruned" and prune is None:
         raise UnavailableError("transport='pruned': expected prune=Prune(...), without which every key is needed")
-    if transport != "gather" and prune is not None:
-        return "pruned", f"eps {prune.eps:.3g}"
-    return "gather", "as asked" if transport == "gather" else "nothing is pruned"
+    if transport == "pruned":
+        return "pruned", "as asked"
+    return "gather", "as asked" if transport == "gather" else "the fastest of what was measured"
 
 
 def _check_kind(forms: Any) -> None:

@@ -74,6 +74,12 @@ def draw_generation() -> None:
     save("generation", generation)
 
 
+def draw_two_gpus() -> None:
+    from two_gpus import two_gpus
+
+    save("two-gpus", two_gpus)
+
+
 def draw_forgotten() -> None:
     from forgotten import forgotten_words
 
@@ -105,6 +111,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "fox": draw_fox,
     "card": draw_card,
     "generation": draw_generation,
+    "two-gpus": draw_two_gpus,
     "forgotten": draw_forgotten,
     "explored": draw_explored,
     "results": draw_results,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from quoted import logged
+from quoted import logged, run
 from speeds import markdown
 
 from attnzoo.benchmarks.measure import decay_lengths
@@ -36,12 +36,22 @@ FRAGMENTS = {  # as the log of FoX has them, in quarters of 131072 tokens: from,
     (2, 3): ("39.4, 54.3", "135.0, 189.2"),
     (3, 4): ("54.3 |", "189.2 |"),
 }
-GATHERED = {  # tokens, pruned: one GPU and two, as the log has them
-    (32768, False): ("27.8 | 18.7", "18.7 |"),
-    (32768, True): ("9.3 | 12.7", "12.7 |"),
-    (131072, False): ("434 | 232", "232 |"),
-    (131072, True): ("127 | 78", "78 |"),
+RECORD = "2026-11-28-h200-context"
+EXCHANGED = {  # what the record calls each transport
+    ("gather", False): "gather",
+    ("heads", False): "heads",
+    ("gather", True): "ACP, gather",
+    ("heads", True): "ACP, heads",
+    ("pruned", True): "ACP, pruned, zigzag",
 }
+TWO = (32768, 131072)  # tokens of the record
+
+
+def measured(tokens: int, way: str, pruned: bool, of: str = "ms") -> float:
+    """A number of the record of two GPUs: `one_ms`, `ms`, `times_one`, `sent_MB`."""
+    name = EXCHANGED[way, pruned]
+    [found] = [row for row in run(RECORD)["rows"] if (row["way"], row["shape"][2]) == (name, tokens)]
+    return float(found[of])
 
 
 class Costs(NamedTuple):
@@ -181,21 +191,34 @@ def ideal(tokens: int, ranks: int, way: str, pruned: bool) -> float:
 
 
 @cache
-def handling() -> tuple[float, float]:
-    """Milliseconds per GB handled and per call, from what two GPUs took beyond :func:`ideal`."""
-    terms = [[handled(tokens, 2, "gather"), 1.0] for tokens, _ in GATHERED]
-    beyond = [
-        logged("fox", two) - ideal(tokens, 2, "gather", pruned) for (tokens, pruned), (_, two) in GATHERED.items()
-    ]
-    per_GB, call = np.linalg.lstsq(np.array(terms), np.array(beyond), rcond=None)[0]
-    return float(per_GB), float(call)
+def handling(way: str = "gather") -> tuple[float, float]:
+    """Milliseconds per GB handled and per call of a transport, from what two GPUs took beyond :func:`ideal`.
+
+    Heads are measured without pruning alone, as the record's gates lie on other heads than the model's. Pruned keys are
+    handled per GB as gathered ones are; the rest is per call.
+    """
+    kinds = [kind for one, kind in EXCHANGED if one == way and (way, kind) != ("heads", True)]
+    known = [(tokens, pruned) for tokens in TWO for pruned in kinds]
+    beyond = np.array(
+        [
+            measured(tokens, way, pruned)
+            - ideal(tokens, 2, way, pruned) * measured(tokens, way, pruned, "one_ms") / alone(tokens, pruned)
+            for tokens, pruned in known
+        ]
+    )  # of the machine of the record, whose one GPU may differ from the log's
+    size = np.array([handled(tokens, 2, way) for tokens, _ in known])
+    if way == "pruned":
+        per_GB = handling()[0]
+        return per_GB, float((beyond - per_GB * size).mean())
+    found = np.linalg.lstsq(np.stack([size, np.ones(len(size))], 1), beyond, rcond=None)[0]
+    return float(found[0]), float(found[1])
 
 
 def gain(tokens: int, ranks: int, way: str, pruned: bool, *, today: bool = True) -> float:
     """How many times as fast as one GPU: with the handling of exchanges as it is today, or without any."""
     took = ideal(tokens, ranks, way, pruned)
     if today:
-        per_GB, call = handling()
+        per_GB, call = handling("pruned" if way == "mixed" else way)
         took += per_GB * handled(tokens, ranks, way) + call
     return alone(tokens, pruned) / took
 
@@ -207,15 +230,15 @@ def bound(pruned: bool) -> float:
 
 def checked(_: Path) -> str:
     """Table of the measured exchanges of two GPUs beside the model."""
-    titles = ["tokens", "", "one GPU, ms", "two, ms", "gain", "model, links alone", "model, today's handling"]
+    titles = ["tokens", "transport", "one GPU, ms", "two, ms", "gain", "model, links alone", "model, today's handling"]
     rows = []
-    for (tokens, pruned), (one, two) in GATHERED.items():
-        measured = logged("fox", one) / logged("fox", two)
-        found = [f"{gain(tokens, 2, 'gather', pruned, today=today):.2f}" for today in (False, True)]
-        kind = "ACP" if pruned else "dense"
-        rows.append(
-            [f"{tokens}", kind, f"{logged('fox', one):g}", f"{logged('fox', two):g}", f"{measured:.2f}", *found]
-        )
+    for tokens in TWO:
+        for (way, pruned), name in EXCHANGED.items():
+            ms = [f"{measured(tokens, way, pruned, of):g}" for of in ("one_ms", "ms")]
+            known = (way, pruned) != ("heads", True)
+            found = [f"{gain(tokens, 2, way, pruned, today=today):.2f}" if known else "" for today in (False, True)]
+            shown = name.removesuffix(", zigzag") if pruned else f"dense, {name}"
+            rows.append([f"{tokens}", shown, *ms, f"{measured(tokens, way, pruned, 'times_one'):.2f}", *found])
     return markdown(titles, rows)
 
 

@@ -50,8 +50,13 @@ def test_keys_that_cross_are_those_of_the_certificate(model: ModuleType) -> None
 
 def test_the_model_gives_other_times_of_one_gpu_and_the_bounds_of_two(model: ModuleType) -> None:
     assert model.worst() < 0.05
-    for (tokens, pruned), (one, _) in model.GATHERED.items():
-        assert model.alone(tokens, pruned) == pytest.approx(model.logged("fox", one), rel=0.11)
+    for tokens in model.TWO:
+        for pruned in (False, True):
+            assert model.alone(tokens, pruned) == pytest.approx(
+                model.measured(tokens, "gather", pruned, "one_ms"), 0.05
+            )
+            gain = model.measured(tokens, "gather", pruned, "times_one")
+            assert model.gain(tokens, 2, "gather", pruned) == pytest.approx(gain, 0.02)  # two numbers for four times
     assert (model.bound(True), model.bound(False)) == pytest.approx((1.82, 1.93), rel=0.02)
     costs = model.costs()
     assert min(costs) > 0

@@ -141,7 +141,7 @@ def test_what_is_not_sent_weighs_no_more_than_eps(name):
         )
         inputs = random_inputs(name, B=1, T=T, H=4, G=2, K=4, V=3, regime="closing" if window else "open", seed=5)
         options = {} if window is None else {"window": window}
-        run = Run(name, fragments, inputs, {**options, "prune": Prune(1e-30)})
+        run = Run(name, fragments, inputs, {**options, "prune": Prune(1e-30)}, "pruned")
         whole = replace(run, options=options).whole()
         together = run.together()
         assert_close({"o": together.pop("o")}, {"o": whole["o"]}, 1e-10)
@@ -171,7 +171,8 @@ def test_no_byte_of_a_key_crosses_that_the_certificate_drops(monkeypatch):
 
     def rank(_):
         local = gate.map(fragments.shard)
-        return get("fox").forms["parallel"](*fragments.shard(q, k, v), local, prune=Prune(eps), fragments=fragments)
+        given = {"prune": Prune(eps), "fragments": fragments, "transport": "pruned"}
+        return get("fox").forms["parallel"](*fragments.shard(q, k, v), local, **given)
 
     on_ranks(3, rank)
     names = {}
