@@ -121,6 +121,14 @@ def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
     ids = [generator.add(prompt, 12, temperature=0) for prompt in prompts]
     found = generator.run(from_model(model, 3))  # always right
     assert [found[n] for n in ids] == [alone(model, prompt, 12) for prompt in prompts]
+    sampled = []
+    for proposes in (None, from_model(small, 3)):  # seldom right: its own state goes back to what was drawn
+        generator = Generator(model, 2, 40)
+        numbers = [generator.add(prompt, 12, temperature=0.8, seed=n) for n, prompt in enumerate(prompts)]
+        generator.run(proposes)
+        sampled.append([generator.requests[n].tokens for n in numbers])
+    assert sampled[0] == sampled[1]
+    assert all(0 <= generator.requests[n].accepted < generator.requests[n].proposed for n in numbers)
 
 
 FORGETTING = {
