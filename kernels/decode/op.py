@@ -21,8 +21,9 @@ from attnzoo.kernels.decode.state import GateState, PagedState
 
 def _plan(q: Tensor, state: PagedState, carried: int = 0) -> DecodePlan:
     """The plan of a step, announced."""
-    keys, values, G = state.pages.keys, state.pages.values, state.table.table.shape[1]
-    call = DecodeCall(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], values.shape[2], keys.dtype, carried)
+    (keys, values, _, exponents), G = state.pages, state.table.table.shape[1]
+    dtype = keys.dtype if exponents is None else q.dtype  # that tiles of 8 bits are held in
+    call = DecodeCall(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], values.shape[2], dtype, carried)
     chosen = plan(call, multiprocessors(q.device))
     announce("decode", chosen, machine(q.device))
     return chosen

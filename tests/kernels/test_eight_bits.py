@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from decode_cases import Case, attend, for_pruning, inputs
+from decode_cases import Case, attend, for_pruning, inputs, state_of
 from fox_cases import DEVICE
 from test_decode_step import STEPS, drawn, run
 from torch import Tensor
@@ -125,6 +125,16 @@ def test_a_step_writes_and_reads_8_bits_as_its_definition(n: int, dtype: torch.d
     for name in ("keys", "values", "exponents", "length"):
         assert torch.equal(ours[name], theirs[name]), name
     torch.testing.assert_close(ours["k_norm"], theirs["k_norm"], rtol=2e-6, atol=0)
+
+
+def test_the_plan_is_that_of_pages_in_the_dtype_of_the_rows() -> None:
+    """Tiles are held in it, and fewer warps would spill them."""
+    from attnzoo.kernels.decode.op import _plan
+
+    for K in (64, 128):
+        x = inputs(Case(lengths=(70,), K=K, V=K), torch.float16)
+        plans = [_plan(x.q, state_of(pool)) for pool in (x.pool, in_eight_bits(x.pool))]
+        assert plans[0] == plans[1]
 
 
 def test_pages_of_8_bits_without_their_exponents_are_refused() -> None:
