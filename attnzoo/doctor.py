@@ -133,7 +133,7 @@ class _Listener:
 def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
     """The report for this machine, with every variant's default layer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [row for name in list_variants() for row in _rows(name, head_dim, dtype, device)]
+    rows = [row for name in (*list_variants(), *list_variants("other")) for row in _rows(name, head_dim, dtype, device)]
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [_no_gpu()]
     where = " on cuda:0" if len(gpus) > 1 else ""
     return Report(
@@ -161,12 +161,17 @@ def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) ->
         yield Row(name, "always", NOTHING, why=(f"no layer: {error}",))
         return
     attn.variant = _Listener(variant)  # type: ignore[assignment]
-    for when in WHEN:
+    for when in situations(variant):
         with torch.set_grad_enabled("training" in when):
             call = _asked(attn, when, dtype)
             if when == "cached step":
                 call = replace(call, state=_state(attn, dtype))
             yield _row(variant, when, _moved(call, device))
+
+
+def situations(variant: Variant) -> tuple[str, ...]:
+    """The situations that a variant knows: none after a cache where outputs change with later tokens."""
+    return tuple(when for when in WHEN if variant.causal or "cached" not in when)
 
 
 def _asked(attn: Attention, when: str, dtype: torch.dtype) -> Call:

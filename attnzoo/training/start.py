@@ -15,7 +15,7 @@ from attnzoo.data.sources import BYTES, is_text
 from attnzoo.data.tokenizer import FILES, byte_tokenizer, read_tokenizer, tokenizer_files, unadorned
 from attnzoo.files import damaged_name, json_object, whole_folder
 from attnzoo.models.config import ModelConfig
-from attnzoo.training.checkpoint import usable_checkpoint
+from attnzoo.training.checkpoint import step_of, usable_checkpoint
 from attnzoo.training.digests import MODEL, PARTS
 from attnzoo.training.recipe import load_config
 from attnzoo.training.sharding import join_parts
@@ -125,6 +125,8 @@ def weights_for(
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"{argument}: the run in {source!r} has no checkpoint yet")
+        if step_of(checkpoint) < (steps := load_config(folder / "config.yaml").steps):
+            logger.warning("%s: the run in %r is at step %d of %d", argument, source, step_of(checkpoint), steps)
         parts = checkpoint / PARTS
         there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
         prefix, tied = "", True

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 from click.testing import CliRunner
 
-from attnzoo import doctor, list_variants
+from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
 from attnzoo.forms.backends import fla
 from attnzoo.kernels.common import device
@@ -34,7 +34,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Pretend")
         monkeypatch.setattr(device, "triton_version", lambda: release)
         monkeypatch.setattr(fla, "INSTALLED", fla_installed)
-        monkeypatch.setattr(doctor, "list_variants", lambda: ["fox", "path", "mamba2", "deltanet", "wall"])
+        some = ["fox", "path", "mamba2", "deltanet", "wall"]
+        monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else some)
         device.capability.cache_clear()
         try:
             return doctor.examine(head_dim=128)
@@ -114,7 +115,7 @@ def test_a_machine_without_a_gpu_says_why(cuda: str | None, said: str, monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(doctor, "list_variants", list)
+    monkeypatch.setattr(doctor, "list_variants", lambda side=None: [])
     assert f"- no CUDA GPU: this torch is {said}" in doctor.examine().text()
 
 
@@ -167,7 +168,7 @@ def test_the_interpreter_is_on_where_triton_says_so(value: str, on: bool, monkey
 
 def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(doctor, "list_variants", lambda: ["fox"])
+    monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else ["fox"])
     report = doctor.examine(dtype=torch.float32)
     if not torch.cuda.is_available():
         assert {row.why for row in report.rows} == {
@@ -179,7 +180,7 @@ def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monke
 def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).output)
     assert {(row["variant"], row["when"]) for row in report["rows"]} == {
-        (name, when) for name in list_variants() for when in doctor.WHEN
+        (name, when) for name in (*list_variants(), *list_variants("other")) for when in doctor.situations(get(name))
     }
     assert torch.__version__.startswith(report["versions"]["torch"])  # without +cu130 in what PyPI has
     rows = tuple(doctor.Row(**row | {"why": tuple(row["why"])}) for row in report.pop("rows"))

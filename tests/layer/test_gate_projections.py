@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from layers import D, G, H, layer, rows
 
 from attnzoo import build_attention
-from attnzoo.layer.gates import Sizes
+from attnzoo.layer.gates import GATES, Sizes, gate_options
 from attnzoo.layer.gates.angles import Mamba3Decay, SelectiveAngles
 from attnzoo.layer.gates.channel import SoftplusDiagonal
 from attnzoo.precision import wide
@@ -24,6 +24,11 @@ def gate_of(name, **options):
 
 def same(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_options_that_open_a_gate_are_its_own():
+    opened = {name: {*cls.opened(64.0, {})} - {*gate_options([cls])} for name, cls in GATES.items()}
+    assert not any(opened.values()), opened
 
 
 @pytest.mark.parametrize("phase_gate", [False, True])

@@ -99,11 +99,15 @@ def test_a_run_is_measured_and_writes_as_it_was_trained(folder):
     assert load_text_model(folder / "run", "cpu").model.head.weight.dtype == torch.bfloat16
 
 
-def test_it_starts_from_float32_weights_which_are_rounded_once(folder):
-    whole = load_run(train(config_of(folder, "whole", *LAYERS, "steps=3")))[0].state_dict()
+def test_it_starts_from_float32_weights_which_are_rounded_once(folder, caplog):
+    """Of a run that has not ended, which is said."""
+    with pytest.raises(StoppedError):
+        train(config_of(folder, "whole", *LAYERS, "steps=4", "checkpoint_every=2"), on_row=stop_at(3))
+    whole = load_run(folder / "whole")[0].state_dict()
     config = config_of(folder, "started", PURE, *LAYERS)
     model = new_model(config)
     start_from(model, str(folder / "whole"), config.data)
+    assert f"start_from: the run in {str(folder / 'whole')!r} is at step 2 of 4" in caplog.messages
     for name, x in model.state_dict().items():
         assert torch.equal(x, whole[name].to(x.dtype)), name
         assert (x.dtype == torch.float32) == (name in PRECISE)

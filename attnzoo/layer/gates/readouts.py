@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,10 @@ class BackwardForgetGate(ForgetGate):
 
     def __init__(self, sizes: Sizes, *, gate_bias_back: float = 0.0) -> None:
         super().__init__(sizes, gate_bias=gate_bias_back)
+
+    @classmethod
+    def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"gate_bias_back": super().opened(tokens, options)["gate_bias"]}
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         gate, write = super().forward(x, k, stream)
