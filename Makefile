@@ -10,10 +10,10 @@ FUZZ_SEED ?= $(shell date +%s)
 # the kernels in Triton's interpreter (test-gpu runs them on a GPU); processes that tests start find the code compiled
 PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
 # flash-linear-attention's kernels need a GPU, and are of use only there
-EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
+EXTRAS ?= dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: duality figures help install demo small test test-quick test-gpu test-long test-transformers test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: duality figures help install demo small test test-quick test-gpu test-long test-transformers transformers-install test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
@@ -38,7 +38,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	touch $@
+	touch $@ $(if $(findstring docs,$(EXTRAS)),$(VENV)/.docs-installed)
 
 demo: install
 	$(BIN)/attnzoo compare demo --jobs $(JOBS)
@@ -79,8 +79,8 @@ test-long: install
 
 # the tests that use transformers, on the oldest release that is supported and on the first that calls caches by another
 # name; `make test` has one between
-OLDEST = $(VENV)/transformers-4.57
-RENAMED = $(VENV)/transformers-5.24
+OF_4.57 = 'transformers==4.57.*' 'huggingface-hub<1' 'datasets==3.6.*' 'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
+OF_5.24 = 'transformers==5.24.*'
 WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tests/models/test_hf_generate.py \
 	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/models/test_folders_of_others.py \
 	tests/models/test_hf_files_and_masks.py tests/trained/test_exchange.py \
@@ -89,12 +89,16 @@ WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tes
 	tests/data/test_tokenizer.py::test_any_text_comes_back \
 	tests/data/test_tokenizer.py::test_a_given_tokenizer_is_taken_and_carried \
 	tests/documents/test_tutorial_commands.py::test_from_a_llama_to_a_fox
-test-transformers: install
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
-		'datasets==3.6.*' 'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(RENAMED) 'transformers==5.24.*'
-	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) $(WITH_TRANSFORMERS)
-	PYTHONPATH="$(abspath $(RENAMED))" $(PYTEST) $(WITH_TRANSFORMERS)
+test-transformers: test-transformers-4.57 test-transformers-5.24
+
+test-transformers-%: $(VENV)/transformers-%/.installed
+	PYTHONPATH="$(abspath $(<D))" $(PYTEST) $(WITH_TRANSFORMERS)
+
+transformers-install: $(VENV)/transformers-4.57/.installed $(VENV)/transformers-5.24/.installed
+
+$(VENV)/transformers-%/.installed: Makefile $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) $(OF_$*)
+	touch $@
 
 # vLLM for CPUs brings its own torch and transformers; the torchvision that comes along is built for another torch
 VLLM = $(VENV)/vllm
@@ -123,12 +127,15 @@ types: install
 
 check: lint types test
 
-docs-install: $(VENV)/.docs-installed
+docs-install: docs/node_modules/.package-lock.json
 
 # what the tests alone need is not installed: it takes longer than drawing the figures
-$(VENV)/.docs-installed: pyproject.toml constraints.txt docs/package-lock.json
+$(VENV)/.docs-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,hf,testing,triton,docs]'
+	touch $@
+
+docs/node_modules/.package-lock.json: docs/package-lock.json $(VENV)/.docs-installed
 	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error --fetch-retries=5
 	touch $@
 
