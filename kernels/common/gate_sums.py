@@ -34,12 +34,12 @@ def _logaddexp2(m_a, s_a, m_b, s_b):
 
 
 @triton.jit
-def _maximum(a, b):
+def maximum(a, b):
     return tl.maximum(a, b)
 
 
 @triton.jit
-def _load_gates(p_g, o_pos, o_h, S, H, stride_s, stride_h):
+def load_gates(p_g, o_pos, o_h, S, H, stride_s, stride_h):
     """Log2 gates with the closed ones set to 0, and which were closed. # [KU, BH]"""
     m_g = (o_pos < S)[:, None] & (o_h < H)[None, :]
     p_tile = p_g + o_pos[:, None].to(tl.int64) * stride_s + o_h[None, :].to(tl.int64) * stride_h
@@ -63,7 +63,7 @@ def gate_units_kernel(
     """Per key unit: sum of log2 gates, log2 sum_l 2^(c_end - c_l), last closed position."""
     i_b, i_u, o_h = _unit_and_heads(NU, H, BH)
     o_pos = i_u * KU + tl.arange(0, KU)
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
+    b_g, m_closed = load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
     b_c = tl.cumsum(b_g, 0)  # [KU, BH]
     b_sum = tl.sum(b_g, 0)  # [BH]
     b_tail = tl.where((o_pos < S)[:, None], tl.exp2((b_sum[None, :] - b_c).to(tl.float32)), 0.0)
@@ -96,7 +96,7 @@ def gate_scan_kernel(p_base, p_tail, p_closed, p_tails, NU, BU: tl.constexpr):
         b_m, b_s = tl.associative_scan((b_m, tl.where(m_u, 1.0, 0.0)), 0, _logaddexp2)
         b_m, b_s = _logaddexp2(b_m, b_s, c_m, c_s)
         b_x = b_m + tl.log2(b_s).to(tl.float64)
-        b_closed = tl.associative_scan(tl.load(p_closed + p_u, mask=m_u, other=-1), 0, _maximum)
+        b_closed = tl.associative_scan(tl.load(p_closed + p_u, mask=m_u, other=-1), 0, maximum)
         b_closed = tl.maximum(b_closed, c_closed)
         tl.store(p_base + 1 + o_u, b_c, mask=m_u)
         tl.store(p_tails + p_u, b_x, mask=m_u)
@@ -116,9 +116,9 @@ def gate_tokens_kernel(
     """Per token: the running sum within its unit [B, H, NU * KU], and the first visible key [B, H, S]."""
     i_b, i_u, o_h = _unit_and_heads(NU, H, BH)
     o_pos = i_u * KU + tl.arange(0, KU)
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
+    b_g, m_closed = load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
     o_bh, m_h, m_pos = i_b * H + o_h, o_h < H, (o_pos < S)[:, None]
-    b_since = tl.associative_scan(tl.where(m_closed, o_pos[:, None], 0), 0, _maximum)  # [KU, BH]
+    b_since = tl.associative_scan(tl.where(m_closed, o_pos[:, None], 0), 0, maximum)  # [KU, BH]
     b_since = tl.maximum(b_since, tl.load(p_closed + o_bh * NU + i_u - 1, mask=m_h & (i_u > 0), other=0)[None, :])
     b_since = tl.maximum(b_since, (o_pos - window + 1)[:, None])
     if HAS_DOC:
@@ -159,7 +159,7 @@ def gate_head_kernel(
         b_m, b_s = tl.associative_scan((b_m, tl.where(m_u, 1.0, 0.0)), 0, _logaddexp2)
         b_m, b_s = _logaddexp2(b_m, b_s, c_m, c_s)
         b_x = b_m + tl.log2(b_s).to(tl.float64)
-        b_since = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, _maximum)
+        b_since = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, maximum)
         b_last = tl.max(b_since, 1)
         b_before = tl.max(tl.where(o_u[None, :] < o_u[:, None], b_last[None, :], 0), 1)  # of the units before
         b_since = tl.maximum(tl.maximum(b_since, tl.maximum(b_before, c_closed)[:, None]), o_pos - window + 1)
@@ -311,7 +311,7 @@ def gate_append_kernel(p_g, p_old, p_new, p_c, p_base, p_since, p_tails, L, n, N
         b_g = tl.where(m_closed, 0.0, b_g).to(tl.float64) * TL_LOG2E
         b_c = b_sum + tl.cumsum(b_g, 0)  # [KU]
         b_end = b_sum + tl.sum(b_g, 0)
-        b_seen = tl.maximum(b_closed, tl.associative_scan(tl.where(m_closed, o_pos, 0), 0, _maximum))
+        b_seen = tl.maximum(b_closed, tl.associative_scan(tl.where(m_closed, o_pos, 0), 0, maximum))
         tl.store(p_c + o_pos, b_c.to(tl.float32), mask=m_new)
         tl.store(p_since + o_pos, b_seen, mask=m_new)
         b_new = tl.sum(tl.where(m_new, tl.exp2((b_end - b_c).to(tl.float32)), 0.0), 0)

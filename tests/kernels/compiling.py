@@ -38,6 +38,7 @@ from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
+from attnzoo.kernels.linear import chunk_api
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
@@ -251,6 +252,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"linear {kind} {K} factors step",
                 functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
             )
+            for V in (32, K):
+                yield (
+                    f"linear {kind} {K} chunks of {V}",
+                    functools.partial(linear.linear_chunks, qkv[0], qkv[1], x(1, 512, 2, V), full, wide(1, 4, K, V),
+                                      keeps_state=True),
+                )  # fmt: skip
             for mamba2 in (True, False):
                 yield (
                     f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} parts",
@@ -349,6 +356,7 @@ def main() -> int:
         path_pages,
         fox,
         linear.api,
+        chunk_api,
         linear.gates,
         norms.api,
         path,

@@ -1,0 +1,403 @@
+"""The kernels of a scalar decay over chunks of tokens: states between chunks, outputs, and all gradients.
+
+Within a chunk the running sum of gates starts anew, so no difference of sums grows with the text. A closed gate, and
+the begin of a packed sequence, adds nothing to the sum; it moves ``since``, the first token of the chunk that a row
+sees, which is -1 where the row sees what came before the chunk. So no difference is inf - inf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.device import machine
+from attnzoo.kernels.common.gate_sums import HEADS, load_gates, maximum
+from attnzoo.kernels.common.launched import launched
+from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, power_of_2
+
+CHUNK = 64  # tokens
+
+
+class ChunkTiles(NamedTuple):
+    """Most channels of q, k and of v that a program takes at a time, its warps, and stages of its loops."""
+
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+
+    def launch(self, q: Tensor, v: Tensor) -> dict[str, int]:
+        """What a launch for the channels of q and v is given: on Hopper 64 at least, as ptxas 12.8 (of Triton 3.6 and
+        3.7) leaves out what sets the address of a narrower product's operand."""
+        least = 64 if machine(q.device).hopper else 16
+        BK, BV = (min(most, max(least, head_block(x.shape[3]))) for most, x in ((self.BK, q), (self.BV, v)))
+        return {"BK": BK, "BV": BV, "num_warps": self.warps, "num_stages": self.stages}
+
+
+TILES = {"states": ChunkTiles(64, 64, 4, 3), "output": ChunkTiles(64, 128, 4, 3), "backward": ChunkTiles(64, 64, 4, 2)}
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "NC", "stride_b"])
+def chunk_gates_kernel(
+    p_g, p_doc, p_c, p_since, T, NC, H, stride_b, stride_t, stride_h, HAS_DOC: tl.constexpr, BH: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Per token: the running sum of log2 gates within its chunk, and the first token there that it sees."""
+    i_n, i_p, n_h = tl.program_id(0), tl.program_id(1), tl.cdiv(H, BH)
+    i_b, o_h, o_t = (i_p // n_h).to(tl.int64), i_p % n_h * BH + tl.arange(0, BH), tl.arange(0, C)
+    o_pos = i_n * C + o_t
+    b_g, m_closed = load_gates(p_g + i_b * stride_b, o_pos, o_h, T, H, stride_t, stride_h)
+    b_since = tl.associative_scan(tl.where(m_closed, o_t[:, None], -1), 0, maximum)  # [C, BH]
+    if HAS_DOC:
+        b_doc = tl.load(p_doc + tl.minimum(o_pos, T - 1)) - i_n * C
+        b_since = tl.maximum(b_since, tl.where(b_doc < 0, -1, b_doc)[:, None])
+    p_tile = (i_b * H + o_h[None, :]) * NC * C + o_pos[:, None]
+    m_h = (o_h < H)[None, :]
+    tl.store(p_c + p_tile, tl.cumsum(b_g, 0).to(tl.float32), mask=m_h)
+    tl.store(p_since + p_tile, b_since, mask=m_h)
+
+
+@triton.jit
+def _entry(p_c, p_since, o_t):
+    """Weights of the state before the chunk in its rows. # [C]"""
+    return tl.where(tl.load(p_since + o_t) < 0, tl.exp2(tl.load(p_c + o_t)), 0.0)
+
+
+@triton.jit
+def _exit(p_c, p_since, o_t, C: tl.constexpr):
+    """Weights of the chunk's tokens, and of the state before it, in the state after it. # [C], []"""
+    b_last, i_since = tl.load(p_c + C - 1), tl.load(p_since + C - 1)
+    b_w = tl.where(o_t >= i_since, tl.exp2(b_last - tl.load(p_c + o_t)), 0.0)
+    return b_w, tl.where(i_since < 0, tl.exp2(b_last), 0.0)
+
+
+@triton.jit
+def _within(p_c, p_since, o_t, GATED: tl.constexpr):
+    """Weights of the chunk's tokens in its rows. # [C, C] float32"""
+    m_seen = o_t[:, None] >= o_t[None, :]
+    if GATED:
+        b_c = tl.load(p_c + o_t)
+        m_seen &= o_t[None, :] >= tl.load(p_since + o_t)[:, None]
+        return tl.exp2(tl.where(m_seen, b_c[:, None] - b_c[None, :], -float("inf")))
+    return tl.where(m_seen, 1.0, 0.0)
+
+
+@triton.jit
+def _scan(
+    p_x, p_y, p_c, p_since, p_states, p_first, p_last, stride_x, stride_y, begin, end, T, scale, o_k, o_v,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    BACK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the states before the chunks of tokens begin to end; with BACK, of the gradients of those after."""
+    o_t, m_k, m_v = tl.arange(0, C), o_k < K, o_v < V
+    o_s = o_k[:, None] * V + o_v[None, :]
+    m_s = m_k[:, None] & m_v[None, :]
+    b_s = tl.zeros([o_k.shape[0], o_v.shape[0]], tl.float32)
+    if FIRST:
+        b_s += tl.load(p_first + o_s, mask=m_s, other=0.0).to(tl.float32)
+    i_begin = begin // C
+    n = tl.where(end > begin, tl.cdiv(end, C) - i_begin, 0)
+    for i in range(n):
+        i_n = i_begin + i
+        m_own = i_n * C >= begin  # what a chunk gets is stored by the sequence that it comes from
+        if BACK:
+            i_n = i_begin + n - 1 - i
+            m_own = tl.minimum((i_n + 1) * C, T) <= end
+        i_n = i_n.to(tl.int64)
+        tl.store(p_states + i_n * K * V + o_s, b_s.to(p_states.dtype.element_ty), mask=m_s & m_own)
+        m_t = i_n * C + o_t < T
+        p_tx, p_ty = p_x + i_n * C * stride_x, p_y + i_n * C * stride_y
+        b_x = tl.load(p_tx + o_t[None, :] * stride_x + o_k[:, None], mask=m_k[:, None] & m_t[None, :], other=0.0)
+        b_y = tl.load(p_ty + o_t[:, None] * stride_y + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0.0)
+        if GATED:
+            b_w, b_total = _exit(p_c + i_n * C, p_since + i_n * C, o_t, C)
+            if BACK:
+                b_w = _entry(p_c + i_n * C, p_since + i_n * C, o_t) * scale
+            b_x = (b_x * b_w[None, :]).to(b_y.dtype)
+            b_s *= b_total
+        elif BACK:
+            b_x = (b_x * scale).to(b_y.dtype)
+        b_s += tl.dot(b_x, b_y, input_precision=PRECISION)
+    if LAST:
+        tl.store(p_last + o_s, b_s, mask=m_s)
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "NC"])
+def chunk_states_kernel(
+    p_k, p_v, p_q, p_do, p_c, p_since, p_cu, p_h, p_dh, p_first, p_last, p_dlast, p_dfirst, T, NC, scale,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_qb, stride_qt, stride_qh,
+    stride_db, stride_dt, stride_dh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    DLAST: tl.constexpr, DFIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """States before each chunk, and (programs of axis 2 after the first) gradients of those after each."""
+    i_nh, i_s = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_nh // H).to(tl.int64), (i_nh % H).to(tl.int64)
+    o_k, o_v = i_s // tl.cdiv(V, BV) * BK + tl.arange(0, BK), i_s % tl.cdiv(V, BV) * BV + tl.arange(0, BV)
+    begin, end = T - T, T
+    if PACKED:
+        begin, end = tl.load(p_cu + i_b).to(tl.int32), tl.load(p_cu + i_b + 1).to(tl.int32)
+        i_b = i_b - i_b
+    i_bh, i_g = i_b * H + i_h, i_h // (H // G)
+    p_c += i_bh * NC * C
+    p_since += i_bh * NC * C
+    o_states, o_state = i_bh * NC * K * V, i_bh * K * V
+    if tl.program_id(2) == 0:
+        _scan(p_k + i_b * stride_kb + i_g * stride_kh, p_v + i_b * stride_vb + i_g * stride_vh, p_c, p_since,
+              p_h + o_states, p_first + o_state, p_last + o_state, stride_kt, stride_vt, begin, end, T, scale, o_k, o_v,
+              K, V, C, GATED, FIRST, LAST, False, PRECISION)  # fmt: skip
+    else:
+        _scan(p_q + i_b * stride_qb + i_h * stride_qh, p_do + i_b * stride_db + i_h * stride_dh, p_c, p_since,
+              p_dh + o_states, p_dlast + o_state, p_dfirst + o_state, stride_qt, stride_dt, begin, end, T, scale, o_k,
+              o_v, K, V, C, GATED, DLAST, DFIRST, True, PRECISION)  # fmt: skip
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "NC"])
+def chunk_output_kernel(
+    p_q, p_k, p_v, p_h, p_c, p_since, p_o, T, NC, scale, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, STATE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o of a chunk, BV channels of a head."""
+    i_bh, i_n, i_v = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_b, i_h, i_bh = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
+    i_g = i_h // (H // G)
+    o_t, o_v = tl.arange(0, C), i_v * BV + tl.arange(0, BV)
+    m_t, m_v = i_n * C + o_t < T, o_v < V
+    p_q += i_b * stride_qb + i_n * C * stride_qt + i_h * stride_qh
+    p_k += i_b * stride_kb + i_n * C * stride_kt + i_g * stride_kh
+    p_v += i_b * stride_vb + i_n * C * stride_vt + i_g * stride_vh
+    p_h += (i_bh * NC + i_n) * K * V
+    p_c += (i_bh * NC + i_n) * C
+    p_since += (i_bh * NC + i_n) * C
+    b_a = tl.zeros([C, C], tl.float32)
+    b_o = tl.zeros([C, BV], tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < K
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0)
+        b_k = tl.load(p_k + o_t[None, :] * stride_kt + o_k[:, None], mask=m_t[None, :] & m_k[:, None], other=0.0)
+        b_h = tl.load(p_h + o_k[:, None] * V + o_v[None, :], mask=m_k[:, None] & m_v[None, :], other=0.0)
+        b_a += tl.dot(b_q, b_k, input_precision=PRECISION)  # [C, C]
+        b_o += tl.dot(b_q.to(b_h.dtype), b_h, input_precision=STATE_PRECISION)  # [C, BV]
+    b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0.0)
+    if GATED:
+        b_o *= _entry(p_c, p_since, o_t)[:, None]
+    b_a = b_a * _within(p_c, p_since, o_t, GATED) * scale
+    b_o = b_o * scale + tl.dot(b_a.to(b_v.dtype), b_v, input_precision=PRECISION)
+    p_tile = p_o + ((i_b * T + i_n * C + o_t[:, None]) * H + i_h) * V + o_v[None, :]
+    tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "NC"])
+def chunk_backward_kernel(
+    p_q, p_k, p_v, p_do, p_h, p_dh, p_c, p_since, p_dq, p_dk, p_dv, p_dg, T, NC, scale,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_db, stride_dt, stride_dh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, DGATE: tl.constexpr, PRECISION: tl.constexpr, STATE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk's q, k, v and gates for one head; those of k and v for each query head.
+
+    The gradient of gate t is the sum over all pairs that it lies between: of pairs within the chunk, of rows from t on
+    with the state before, of keys before t with the state's gradient after, and of that state with that gradient. No
+    sum leaves the chunk, so rounding does not grow with the text.
+    """
+    i_bh, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h, i_bh = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i_bh.to(tl.int64)
+    i_g = i_h // (H // G)
+    o_t = tl.arange(0, C)
+    m_t = i_n * C + o_t < T
+    p_q += i_b * stride_qb + i_n * C * stride_qt + i_h * stride_qh
+    p_k += i_b * stride_kb + i_n * C * stride_kt + i_g * stride_kh
+    p_v += i_b * stride_vb + i_n * C * stride_vt + i_g * stride_vh
+    p_do += i_b * stride_db + i_n * C * stride_dt + i_h * stride_dh
+    p_h += (i_bh * NC + i_n) * K * V
+    p_dh += (i_bh * NC + i_n) * K * V
+    p_c += (i_bh * NC + i_n) * C
+    p_since += (i_bh * NC + i_n) * C
+    o_row = (i_b * T + i_n * C + o_t) * H + i_h  # [C]
+
+    b_a = tl.zeros([C, C], tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < K
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0)
+        b_k = tl.load(p_k + o_t[None, :] * stride_kt + o_k[:, None], mask=m_t[None, :] & m_k[:, None], other=0.0)
+        b_a += tl.dot(b_q, b_k, input_precision=PRECISION)
+    b_da = tl.zeros([C, C], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = o_v < V
+        b_do = tl.load(p_do + o_t[:, None] * stride_dt + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0.0)
+        b_v = tl.load(p_v + o_t[None, :] * stride_vt + o_v[:, None], mask=m_t[None, :] & m_v[:, None], other=0.0)
+        b_da += tl.dot(b_do, b_v, input_precision=PRECISION)
+    b_w = _within(p_c, p_since, o_t, GATED) * scale
+    b_at = tl.trans((b_a * b_w).to(p_do.dtype.element_ty))
+    b_da = (b_da * b_w).to(p_q.dtype.element_ty)
+    b_in, b_out = tl.full([C], scale, tl.float32), tl.full([C], 1.0, tl.float32)
+    b_total = tl.full([], 1.0, tl.float32)
+    if GATED:
+        b_in = _entry(p_c, p_since, o_t) * scale
+        b_out, b_total = _exit(p_c, p_since, o_t, C)
+
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = o_v < V
+        b_dv = tl.zeros([C, BV], tl.float32)
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = o_k < K
+            b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0)
+            b_dh = tl.load(p_dh + o_k[:, None] * V + o_v[None, :], mask=m_k[:, None] & m_v[None, :], other=0.0)
+            b_dv += tl.dot(b_k.to(b_dh.dtype), b_dh, input_precision=STATE_PRECISION)
+        b_do = tl.load(p_do + o_t[:, None] * stride_dt + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0.0)
+        b_dv = b_dv * b_out[:, None] + tl.dot(b_at, b_do, input_precision=PRECISION)
+        p_tile = p_dv + o_row[:, None] * V + o_v[None, :]
+        tl.store(p_tile, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
+
+    b_rows, b_keys = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    b_past = tl.zeros([], tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < K
+        b_dq = tl.zeros([C, BK], tl.float32)
+        b_dk = tl.zeros([C, BK], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            m_v = o_v < V
+            m_tv, m_s = m_t[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
+            b_do = tl.load(p_do + o_t[:, None] * stride_dt + o_v[None, :], mask=m_tv, other=0.0)
+            b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_tv, other=0.0)
+            b_h = tl.load(p_h + o_k[None, :] * V + o_v[:, None], mask=m_s, other=0.0)  # [BV, BK]
+            b_dh = tl.load(p_dh + o_k[None, :] * V + o_v[:, None], mask=m_s, other=0.0)
+            b_dq += tl.dot(b_do.to(b_h.dtype), b_h, input_precision=STATE_PRECISION)
+            b_dk += tl.dot(b_v.to(b_dh.dtype), b_dh, input_precision=STATE_PRECISION)
+            if DGATE:
+                b_past += tl.sum(tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0), 0)
+        m_tk = m_t[:, None] & m_k[None, :]
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_tk, other=0.0)
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_tk, other=0.0)
+        b_dq = b_dq * b_in[:, None] + tl.dot(b_da, b_k, input_precision=PRECISION)
+        b_dk *= b_out[:, None]
+        b_near = tl.dot(tl.trans(b_da), b_q, input_precision=PRECISION)
+        if DGATE:
+            b_rows += tl.sum(b_q.to(tl.float32) * b_dq - b_k.to(tl.float32) * b_near, 1)
+            b_keys += tl.sum(b_k.to(tl.float32) * b_dk, 1)
+        tl.store(p_dq + o_row[:, None] * K + o_k[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_tk)
+        tl.store(p_dk + o_row[:, None] * K + o_k[None, :], (b_dk + b_near).to(p_dk.dtype.element_ty), mask=m_tk)
+    if DGATE:
+        b_dg = tl.cumsum(b_rows, 0, reverse=True) + (tl.cumsum(b_keys, 0) - b_keys) + b_past * b_total
+        b_dg = tl.where(tl.load(p_since + o_t) == o_t, 0.0, b_dg)  # nothing passes a closed gate
+        tl.store(p_dg + o_row, b_dg, mask=m_t)
+
+
+class ChunkGates(NamedTuple):
+    """Sums of log2 gates within the chunks and the first tokens seen there, [B, H, chunks * CHUNK]."""
+
+    c: Tensor
+    since: Tensor
+
+
+def chunk_gates(log_decay: Tensor, cu_seqlens: Tensor | None) -> ChunkGates:
+    """The sums of gates [B, T, H], of any strides."""
+    B, T, H = log_decay.shape
+    NC, BH = cdiv(T, CHUNK), min(HEADS, power_of_2(H))
+    c = log_decay.new_empty((B, H, NC * CHUNK), dtype=torch.float32)
+    since, doc = torch.empty_like(c, dtype=torch.int32), segment_starts(cu_seqlens, T)
+    chunk_gates_kernel[(NC, B * cdiv(H, BH))](
+        log_decay, since if doc is None else doc, c, since, T, NC, H, *log_decay.stride(), HAS_DOC=doc is not None,
+        BH=BH, C=CHUNK, num_warps=1,
+    )  # fmt: skip
+    return ChunkGates(c, since)
+
+
+class Chunked(NamedTuple):
+    """What all launches of a call read: q, k, v, their gates, the borders of packed sequences, the scale."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: ChunkGates | None
+    cu_seqlens: Tensor | None
+    scale: float
+
+    @property
+    def shape(self) -> dict[str, object]:
+        K, V = self.q.shape[3], self.v.shape[3]
+        return {
+            "H": self.q.shape[2], "G": self.k.shape[2], "K": K, "V": V, "C": CHUNK, "GATED": self.gates is not None,
+            "PRECISION": dot_precision(self.q.dtype),
+        }  # fmt: skip
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of states between chunks: float16 would overflow."""
+        return torch.float32 if self.q.dtype == torch.float16 else self.q.dtype
+
+    @property
+    def state_precision(self) -> str:
+        return "tf32" if self.q.dtype == torch.float16 else dot_precision(self.q.dtype)
+
+
+def states(
+    x: Chunked, first: Tensor | None, last: Tensor | None, do: Tensor | None = None, dlast: Tensor | None = None,
+    dfirst: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The states before the chunks [B, H, chunks, K, V], and with do the gradients of those after; fills last and
+    dfirst."""
+    (B, T, H, K), V = x.q.shape, x.v.shape[3]
+    NC = cdiv(T, CHUNK)
+    h = x.q.new_empty((B, H, NC, K, V), dtype=x.state_dtype)
+    dh = h if do is None else torch.empty_like(h)
+    c, since = x.gates or (h, h)
+    tiles = TILES["states"].launch(x.q, x.v)
+    packed = x.cu_seqlens is not None
+    many = B if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    d = x.v if do is None else do
+    chunk_states_kernel[(many * H, cdiv(K, tiles["BK"]) * cdiv(V, tiles["BV"]), 1 if do is None else 2)](
+        x.k, x.v, x.q, d, c, since, x.cu_seqlens if packed else h, h, dh, *(h if y is None else y for y in
+        (first, last, dlast, dfirst)), T, NC, x.scale, *x.k.stride()[:3], *x.v.stride()[:3], *x.q.stride()[:3],
+        *d.stride()[:3], **x.shape, **tiles, PACKED=packed, FIRST=first is not None, LAST=last is not None,
+        DLAST=dlast is not None, DFIRST=dfirst is not None,
+    )  # fmt: skip
+    return h, dh
+
+
+def outputs(x: Chunked, h: Tensor) -> Tensor:
+    """o [B, T, H, V]."""
+    (B, T, H), V = x.q.shape[:3], x.v.shape[3]
+    NC, o = cdiv(T, CHUNK), x.v.new_empty((B, T, H, V))
+    c, since = x.gates or (h, h)
+    tiles = TILES["output"].launch(x.q, x.v)
+    chunk_output_kernel[(B * H, NC, cdiv(V, tiles["BV"]))](
+        x.q, x.k, x.v, h, c, since, o, T, NC, x.scale, *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
+        **x.shape, **tiles, STATE_PRECISION=x.state_precision,
+    )  # fmt: skip
+    return o
+
+
+def gradients(x: Chunked, do: Tensor, h: Tensor, dh: Tensor, of_gate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q [B, T, H, K], k and v with a head per query head, and of the gates [B, T, H]."""
+    (B, T, H, K), V = x.q.shape, x.v.shape[3]
+    NC = cdiv(T, CHUNK)
+    dq, dk, dv = x.q.new_empty((B, T, H, K)), x.q.new_empty((B, T, H, K)), x.q.new_empty((B, T, H, V))
+    c, since = x.gates or (h, h)
+    dg = c.new_empty((B, T, H)) if of_gate else h
+    chunk_backward_kernel[(B * H, NC)](
+        x.q, x.k, x.v, do, h, dh, c, since, dq, dk, dv, dg, T, NC, x.scale, *x.q.stride()[:3], *x.k.stride()[:3],
+        *x.v.stride()[:3], *do.stride()[:3], **x.shape, **TILES["backward"].launch(x.q, x.v), DGATE=of_gate,
+        STATE_PRECISION=x.state_precision,
+    )  # fmt: skip
+    return dq, dk, dv, dg
