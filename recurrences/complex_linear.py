@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
+from attnzoo.forms.backends.chunks import chunk_kernel, decay_chunks
 from attnzoo.forms.backends.fla import Operation, Prepared, fla_kernel, scalar_decay
-from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.backends.rotation import turn, turn_for_cache
 from attnzoo.forms.linear import LinearForms
 
@@ -146,4 +146,5 @@ def rotated(operation: Operation) -> Operation:
     return run
 
 
-FORMS = LinearForms(Rotation(), kernels={"triton": FEW_TOKENS, "fla": fla_kernel(rotated(scalar_decay))})
+ROTATED_DECAY = chunk_kernel(rotated(decay_chunks), "log_decay", "angle")
+FORMS = LinearForms(Rotation(), kernels={"triton": ROTATED_DECAY, "fla": fla_kernel(rotated(scalar_decay))})

@@ -7,8 +7,8 @@ without the normaliser.
 """
 
 from attnzoo.algebra.transitions import Identity
+from attnzoo.forms.backends.chunks import SCALAR_DECAY
 from attnzoo.forms.backends.fla import FLA_SCALAR_DECAY
-from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Linear attention"
@@ -20,4 +20,4 @@ EQUATIONS = (
 )
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
-FORMS = LinearForms(Identity(), kernels={"triton": FEW_TOKENS, "fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"triton": SCALAR_DECAY, "fla": FLA_SCALAR_DECAY})

@@ -9,8 +9,8 @@ queries and keys of its own for each head. With several groups of B and C, give 
 """
 
 from attnzoo.algebra.transitions import Identity
+from attnzoo.forms.backends.chunks import SCALAR_DECAY
 from attnzoo.forms.backends.fla import FLA_SCALAR_DECAY
-from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Mamba-2"
@@ -26,4 +26,4 @@ LAYER = {  # section 7 and figure 6: B and C are k and q, shared by all heads, a
     "gate_before_norm": True,
 }  # fmt: skip
 
-FORMS = LinearForms(Identity(), kernels={"triton": FEW_TOKENS, "fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"triton": SCALAR_DECAY, "fla": FLA_SCALAR_DECAY})

@@ -11,6 +11,7 @@ from typing import Any
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import Identity, Product, Transition
+from attnzoo.forms.backends.chunks import SCALAR_DECAY
 from attnzoo.forms.backends.fla import (
     Operation,
     channel_delta_rule,
@@ -21,7 +22,8 @@ from attnzoo.forms.backends.fla import (
 )
 from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
-from attnzoo.recurrences.complex_linear import Rotation, rotated
+from attnzoo.forms.protocol import Kernel
+from attnzoo.recurrences.complex_linear import ROTATED_DECAY, Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder
 
 FACTORS = [Diagonal(), Rotation(), Householder()]  # the known factors of R_t, in their order in it
@@ -33,6 +35,7 @@ OPERATIONS: dict[Kinds, Operation] = {
     (Diagonal, Householder): channel_delta_rule, (Rotation,): rotated(scalar_decay),
     (Rotation, Householder): rotated(delta_rule),
 }  # fmt: skip
+CHUNKS: dict[Kinds, Kernel] = {(): SCALAR_DECAY, (Rotation,): ROTATED_DECAY}  # chunk kernels of our own
 
 
 def factors_of(parts: Collection[str]) -> tuple[Transition, ...]:
@@ -68,8 +71,9 @@ def linear_forms(*parts: str, transition: Transition | None = None) -> LinearFor
     """The linear forms for these gate parts, or for a user's ``transition``, without kernels."""
     if transition is not None:
         return LinearForms(transition, chunk_size=CHUNK_SIZE)
-    kernels = {"triton": FEW_TOKENS} if FEW_TOKENS.knows(parts) else {}
-    operation = OPERATIONS.get(kinds_of(parts))
+    kinds = kinds_of(parts)
+    kernels = {"triton": CHUNKS.get(kinds, FEW_TOKENS)} if FEW_TOKENS.knows(parts) else {}
+    operation = OPERATIONS.get(kinds)
     if operation is not None:
         kernels["fla"] = fla_kernel(operation)
     return LinearForms(transition_of(parts), chunk_size=CHUNK_SIZE if "w" in parts else 64, kernels=kernels)

@@ -6,8 +6,8 @@ Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive
 """
 
 from attnzoo.algebra.transitions import Identity
+from attnzoo.forms.backends.chunks import SCALAR_DECAY
 from attnzoo.forms.backends.fla import FLA_SCALAR_DECAY
-from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "RetNet"
@@ -23,4 +23,4 @@ LAYER = {  # as in the authors' code (torchscale), where the paper's GroupNorm i
     "output_gate": "swish",
 }  # fmt: skip
 
-FORMS = LinearForms(Identity(), kernels={"triton": FEW_TOKENS, "fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"triton": SCALAR_DECAY, "fla": FLA_SCALAR_DECAY})

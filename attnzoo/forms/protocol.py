@@ -95,6 +95,7 @@ class Kernel:
         honours: names of the options that the kernel takes.
         doubts: a function of a :class:`Call` that returns why ``impl="auto"`` does not take the kernel although it
             serves, or "".
+        steps_whole: whether a layer's step of one token may run on the fused kernels of ``attnzoo.kernels.linear``.
     """
 
     run: Callable[..., Any]
@@ -106,6 +107,7 @@ class Kernel:
     parts: frozenset[str] | None = None
     honours: frozenset[str] | None = None
     doubts: Callable[[Call], str] = _serves
+    steps_whole: bool = False
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Options) -> Any:
         """The output for whole sequences."""

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.caches.inplace import MatrixMemory
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.untraced import untraced
@@ -43,7 +42,7 @@ def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
     config, members, matrix = layer.config, _members(layer.gate), memory.matrix
     plain = config.feature_map == "identity" and config.key_feature_map in ("identity", None)
     if not (
-        getattr(layer.variant.form_set, "kernels", {}).get("triton") is FEW_TOKENS
+        getattr(getattr(layer.variant.form_set, "kernels", {}).get("triton"), "steps_whole", False)
         and (layer.impl == "triton" or (layer.impl == "auto" and matrix.is_cuda))
         and all(type(member) in SERVED for member in members) and sum(member.writes for member in members) < 2
         and layer.keys_per_token == 1 and layer.k_shift is None and layer.forget is None

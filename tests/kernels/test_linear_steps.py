@@ -165,10 +165,11 @@ def test_what_it_does_not_serve_is_said() -> None:
     q, k, v, gate = inputs_of("mamba2")
     with pytest.raises(ValueError, match=r"no gradient: expected torch.no_grad\(\)"):
         linear_steps(q.requires_grad_(), k, v, gate)
-    mamba2 = get("mamba2")
-    assert "no gradient" in mamba2.refuses("triton", Call(q, k, v, gate))
+    *other, channels = inputs_of("gla")
+    other[0].requires_grad_()
+    assert "no gradient" in get("gla").refuses("triton", Call(*other, channels))
     with pytest.raises(RuntimeError, match="form 'triton': .*no gradient"):
-        mamba2.forms["triton"](q, k, v, gate)
+        get("gla").forms["triton"](*other, channels)
     q, k, v = (x.detach() for x in (q, k, v))
     with pytest.raises(ValueError, match=r"state: expected \(2, 4, 16, 12\) beside q .*, got \(2, 4, 12, 16\)"):
         linear_steps(q, k, v, gate, torch.zeros(2, 4, 12, 16, device=DEVICE))
@@ -188,9 +189,9 @@ def test_what_it_does_not_serve_is_said() -> None:
         with pytest.raises(ValueError, match=rf"gate.log_decay: expected float32, got {rounded}"):
             linear_steps(q, k, v, gate.map(lambda part, to=rounded: part.to(to)))  # type: ignore[misc]
     long = [x.repeat(1, 8, 1, 1) for x in (q, k, v)]
-    assert f"1 to {MOST_TOKENS} tokens at a time, got 72" in mamba2.refuses("triton", Call(*long, Gate()))
+    assert f"1 to {MOST_TOKENS} tokens at a time, got 72" in get("gla").refuses("triton", Call(*long, Gate()))
     double = Call(*(x.double() for x in (q, k, v)), gate)
-    assert "expected bfloat16, float16 or float32, got torch.float64" in mamba2.refuses("triton", double)
+    assert "expected bfloat16, float16 or float32, got torch.float64" in get("gla").refuses("triton", double)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnzoo.layer.dispatch
 from attnzoo import build_attention, get, list_variants
 from attnzoo.forms.backends import fla
+from attnzoo.forms.backends.chunks import UNTRIED
 from attnzoo.forms.caches.inplace import BatchRows
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.kernels.common.device import Machine
 from attnzoo.layer.inplace import FixedCache
 
@@ -74,10 +75,20 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
     for when in situations(attn, torch.float32):
         assert f"(reference on {HERE})" in repr(attn), when
         said = warnings_of(caplog)
+        ours = "" if is_brief(get(name).form_set, "triton") else f"triton: {UNTRIED}; "
         assert said == [  # once
-            f"{name}: no kernel runs, and the reference is slower: fla: flash-linear-attention is not installed "
+            f"{name}: no kernel runs, and the reference is slower: {ours}fla: flash-linear-attention is not installed "
             "(pip install 'attnzoo[fla]')"
         ]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", [name for name in LINEAR if not is_brief(get(name).form_set, "triton")])
+def test_kernels_that_no_gpu_has_run_are_there_for_who_asks(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    attn = layer(name, impl="triton")
+    for when in situations(attn, torch.float32):
+        assert f"'triton' (triton on {HERE})" in repr(attn), when
+    assert warnings_of(caplog) == [f"{name}: triton: {UNTRIED}"]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -121,11 +132,11 @@ def test_a_peer_that_cannot_be_imported_is_a_warning_with_the_remedy(
         monkeypatch.setattr(fla, name, value)
     fla._broken.cache_clear()
     try:
-        layer("mamba2")(torch.randn(1, T, D, device=HERE))
+        layer("gla")(torch.randn(1, T, D, device=HERE))
     finally:
         fla._broken.cache_clear()
     assert warnings_of(caplog) == [
-        "mamba2: no kernel runs, and the reference is slower: fla: flash-linear-attention cannot be imported: "
+        "gla: no kernel runs, and the reference is slower: fla: flash-linear-attention cannot be imported: "
         "ImportError('tokenizers<=0.23.0 is required') (pip install -U 'attnzoo[fla]')"
     ]
 

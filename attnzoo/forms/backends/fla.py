@@ -145,7 +145,8 @@ class Prepared:
     """The inputs of an operation of flash-linear-attention.
 
     Args:
-        q: ``[B, T, H, K]``; k and v have H heads as well, v with its write strength.
+        q: ``[B, T, H, K]``; k and v have H heads as well (in :mod:`~attnzoo.forms.backends.chunks` perhaps fewer), v
+            with its write strength.
         gate: neutral at padding, where q, k and v are 0.
         options: options by that library's names: scale, initial_state ``[B, H, K, V]``, output_final_state and
             cu_seqlens.
@@ -165,8 +166,7 @@ def fla_kernel(operation: Operation) -> Kernel:
     """The form that runs an operation on whole sequences, packed or padded, and after a state."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
-        """The output of The output of The output of flash-linear-attention's chunk kernels; see
-        :class:`~attnzoo.forms.options.LinearOptions`."""
+        """The output of flash-linear-attention's chunk kernels; see :class:`~attnzoo.forms.options.LinearOptions`."""
         o: Tensor = _run(operation, Call(q, k, v, gate), given)[0]
         return o
 
@@ -188,22 +188,29 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     reason = fla_unavailable(Call(q, k, v, gate, options=given))
     if reason:
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
-    write = given.write
+    ready = prepared(call, given, q.shape[2])
+    q, v = ready.q, ready.v
+    will_run(f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
+    return operation(ready)
+
+
+def prepared(call: Call, given: LinearOptions, heads: int) -> Prepared:
+    """The inputs of an operation, with k and v in ``heads`` heads at least."""
+    q, k, v, gate, write = call.q, call.k, call.v, call.gate, given.write
     if given.valid is not None:
         q, k, v = existing(given.valid, q, k, v)
         gate = gate.per_token(q).neutral_where(~given.valid)
         write = None if write is None else existing(given.valid, write)[0]
-    dtype, H = v.dtype, q.shape[2]
-    k, v = expand_heads(k, H), expand_heads(v, H)
+    dtype = v.dtype
+    k, v = expand_heads(k, heads), expand_heads(v, heads)
     if write is not None:
-        v = (v * expand_heads(write, H)[..., None]).to(dtype)
+        v = (v * expand_heads(write, v.shape[2])[..., None]).to(dtype)
     options = {
         "scale": given.scale, "cu_seqlens": None if given.cu_seqlens is None else _int64(given.cu_seqlens),
         "initial_state": None if call.state is None else call.state.matrix.float(),
         "output_final_state": call.keeps_state,
     }  # fmt: skip
-    will_run(f"H={H}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
-    return operation(Prepared(q, k, v, gate, options))
+    return Prepared(q, k, v, gate, options)
 
 
 def _narrow(q: Tensor, v: Tensor) -> bool:
