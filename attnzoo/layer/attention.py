@@ -389,9 +389,10 @@ class Attention(NoticedStarts):
         norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
         logits = None if self.output_gate is None else self.output_gate(x)
         y: Tensor
-        if (o.is_cuda or self._impl == "triton") and self._norm_fuses(o, v, logits):
+        whole = self._whole_norm(o, v, logits) if o.is_cuda or self._impl == "triton" else None
+        if whole is not None:
             gate = None if logits is None else Gated(logits, act == "swish", first)
-            y = self.o_proj(norm.fused(o, gate, None if self.skip is None else Skip(v, self.skip)).flatten(2))
+            y = self.o_proj(whole.fused(o, gate, None if self.skip is None else Skip(v, self.skip)).flatten(2))
             return y
         if self.skip is not None:
             o = o + (self.skip[:, None] * expand_heads(v, o.shape[2])).to(o.dtype)
@@ -406,12 +407,12 @@ class Attention(NoticedStarts):
         y = self.o_proj(o)
         return y
 
-    def _norm_fuses(self, o: Tensor, v: Tensor, logits: Tensor | None) -> bool:
-        """Whether one kernel computes what is between the core and the output projection."""
-        norm = self.output_norm
+    def _whole_norm(self, o: Tensor, v: Tensor, logits: Tensor | None) -> HeadNorm | None:
+        """The output norm where one kernel computes all between the core and the output projection, else None."""
+        norm, shape = self.output_norm, (*o.shape[:2], o.shape[2] * o.shape[3])
         if type(norm) is not HeadNorm or not untouched(norm) or not norm.fuses(o, logits, v, self.skip):
-            return False
-        return logits is None or logits.shape == (*o.shape[:2], o.shape[2] * o.shape[3])
+            return None
+        return norm if logits is None or logits.shape == shape else None
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
         """Bounds of later query rows by the weights of QK-norm; None without it."""
