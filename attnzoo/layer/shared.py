@@ -25,15 +25,18 @@ from attnzoo.variant import Variant
 class SharedStream(OwnCore):
     """Rows that are some fragments of sequences; what a window needs of earlier ones comes from their ranks.
 
-    An empty cache is filled with what one process remembers of the whole sequences.
+    An empty cache is filled with what one process remembers of the whole sequences. A compiled layer leaves its graph
+    here: how much ranks exchange depends on fragments, and with pruning on values.
     """
 
     context: Context
     states: list[Any] = field(default_factory=list)
 
+    @torch.compiler.disable
     def positions(self) -> Tensor:
         return self.context.fragments.positions().to(self.device).expand(self.shape)
 
+    @torch.compiler.disable
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         fragments, n = self.context.fragments, size - 1
         if not n:
@@ -60,6 +63,7 @@ class SharedStream(OwnCore):
         out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
         return tied(out, *knots)
 
+    @torch.compiler.disable
     def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
         """What the variant gives of the call."""
         fragments, transport = self.context
@@ -79,6 +83,7 @@ class SharedStream(OwnCore):
         super(SharedStream, whole).commit(layer, x, self.states[-1])
 
 
+@torch.compiler.disable
 def shared_rows(context: Context, x: Tensor, cache: Any, **others: object) -> SharedStream:
     """The stream of a call on this rank's rows.
 

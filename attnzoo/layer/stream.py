@@ -307,7 +307,12 @@ def shared_context() -> Context | None:
                 "torch's context_parallel shares out scaled_dot_product_attention alone, and here layers would see the "
                 "keys of their own rank only: expected attnzoo.parallel.context_parallel in its place"
             )
-    return CURRENT.get() if ENTERED else None
+    return _entered() if ENTERED else None
+
+
+@torch.compiler.disable
+def _entered() -> Context | None:
+    return CURRENT.get()
 
 
 def rows_of_call(

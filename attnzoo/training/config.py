@@ -207,8 +207,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")
         at_least(self, 1, "context_parallel", "exchange_timeout")
-        if self.compile and self.context_parallel > 1:
-            raise ValueError(f"compile=true: expected false with context_parallel={self.context_parallel}")
         at_least(self, 1, "batch_size", below=2**31)
         at_least(self, 0, "eval_every", "checkpoint_every")
         at_least(self, 0, "seed", below=2**32)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from layers import layer, rows
 from ranks import on_ranks
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
@@ -90,6 +91,28 @@ def test_a_hybrid_model_on_two_ranks_has_the_same_loss_and_gradients(recompute):
     (first, of_first), (second, of_second) = on_ranks(2, rank)
     assert abs(float(first + second - loss.detach())) <= 1e-10
     assert_all_close({n: of_first[n] + of_second[n] for n in expected}, expected, 1e-9)
+
+
+def test_a_compiled_layer_on_two_ranks_is_the_layer():
+    attn, x = layer("fox"), rows(1, T)
+    whole, fragments = attn(x), Fragments.zigzag(T, 2)
+    expected = gradients(attn, whole.square().sum())
+
+    def rank(_):
+        mine = copy.deepcopy(attn)
+        mine.compile(backend="eager")
+        with context_parallel(fragments):
+            y = mine(fragments.shard(x))
+        return y.detach(), gradients(mine, y.square().sum())
+
+    torch.compiler.reset()
+    counters.clear()
+    found = on_ranks(2, rank)
+    torch.compiler.reset()
+    for number, (y, _) in enumerate(found):
+        assert (y - whole[:, fragments.index(number)]).abs().max() <= 1e-10 * whole.abs().max()
+    assert_all_close({n: found[0][1][n] + found[1][1][n] for n in expected}, expected, 1e-9)
+    assert counters["stats"]["unique_graphs"] > 1  # it was compiled, in parts
 
 
 def test_what_cannot_be_shared_is_refused_by_name():
