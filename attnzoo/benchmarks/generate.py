@@ -41,7 +41,7 @@ from attnzoo.benchmarks.measure import (
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.state import KVCache, RecurrentState
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.engine import Generator

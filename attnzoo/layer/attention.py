@@ -23,6 +23,7 @@ from attnzoo.kernels import linear
 from attnzoo.kernels.norms import Gated, Skip
 from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
+from attnzoo.layer.cache import LayerCache, Owner
 from attnzoo.layer.checks import check_cache, check_layer, evicts, keys_per_token
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import chosen, run
@@ -44,7 +45,7 @@ from attnzoo.layer.modules import (
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.shared import shared_rows
 from attnzoo.layer.starts import NoticedStarts
-from attnzoo.layer.stream import LayerCache, OwnCore, Owner, Stream, check_hidden, rows_of_call, shared_context
+from attnzoo.layer.stream import OwnCore, Stream, check_hidden, rows_of_call, shared_context
 from attnzoo.precision import LinearMap, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.variant import Variant

@@ -13,7 +13,8 @@ from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.kernels.decode.eight_bits import longer
-from attnzoo.layer.stream import LayerCache, Stream
+from attnzoo.layer.cache import LayerCache
+from attnzoo.layer.stream import Stream
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.layer.build import build_attention, from_file
+from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.stream import LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.registry import get
 

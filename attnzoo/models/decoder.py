@@ -17,8 +17,9 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
+from attnzoo.layer.cache import AllOrNone, LayerCache
 from attnzoo.layer.gates.hgrn2 import lower_bounds
-from attnzoo.layer.stream import AllOrNone, LayerCache, positions_of, shared_context
+from attnzoo.layer.stream import positions_of, shared_context
 from attnzoo.models.block import DecoderBlock, build_norm
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss

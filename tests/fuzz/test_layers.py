@@ -12,9 +12,9 @@ import torch
 from rule import answer
 
 from attnzoo import Prune, build_attention, get, list_variants
+from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.config import BLOCKS, AttentionConfig
 from attnzoo.layer.gates import GATES, gate_classes, gate_options
-from attnzoo.layer.stream import LayerCache
 
 D, H = 24, 4
 FIELDS = [field.name for field in dataclasses.fields(AttentionConfig)]

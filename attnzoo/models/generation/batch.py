@@ -13,8 +13,8 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.forms.caches.device_memory import GIB, check_memory, size_of
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
+from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.stream import LayerCache
 from attnzoo.models.block import DecoderBlock
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.fused import StackedMaps

@@ -17,7 +17,7 @@ from attnzoo.errors import check_kinds
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.batch import Batch
 from attnzoo.models.generation.prefill import Prefill

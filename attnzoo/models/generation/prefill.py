@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.request import Request
 from attnzoo.parallel import Fragments

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.errors import check_kinds
 from attnzoo.kernels.decode.plan import MOST_ROWS
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.request import Request
 from attnzoo.models.generation.sampling import Samplers

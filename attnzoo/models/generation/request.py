@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.generation.sampling import Sampling
 
 

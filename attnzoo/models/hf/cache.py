@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attnzoo.layer.stream import LayerCache
+from attnzoo.layer.cache import LayerCache
 from attnzoo.models.hf.config import CACHE_NAMES
 
 # the installed transformers' name for a cache
@@ -19,7 +19,7 @@ NAME = CACHE_NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]
 
 
 class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's :class:`attnzoo.layer.stream.LayerCache`, with the methods that `generate` calls.
+    """One layer's :class:`attnzoo.layer.cache.LayerCache`, with the methods that `generate` calls.
 
     Only the layer reads and writes its keys, so :meth:`update` is refused.
 

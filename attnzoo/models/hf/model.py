@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import has_values, reads_values
+from attnzoo.layer.cache import AllOrNone
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import RotaryAngles
-from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
 from attnzoo.models.hf.config import CACHE_NAMES, AttnzooConfig

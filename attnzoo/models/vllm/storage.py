@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.stream import LayerCache, Stream
+from attnzoo.layer.cache import LayerCache
+from attnzoo.layer.stream import Stream
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 
