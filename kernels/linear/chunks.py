@@ -33,10 +33,11 @@ class ChunkTiles(NamedTuple):
 
     def launch(self, q: Tensor, v: Tensor) -> dict[str, int]:
         """What a launch for the channels of q and v is given: on Hopper 64 at least, as ptxas 12.8 (of Triton 3.6 and
-        3.7) leaves out what sets the address of a narrower product's operand."""
-        least = 64 if machine(q.device).hopper else 16
+        3.7) leaves out what sets the address of a narrower product's operand; in float32 what small GPUs hold."""
+        least, exact = 64 if machine(q.device).hopper else 16, q.dtype == torch.float32
         BK, BV = (min(most, max(least, head_block(x.shape[3]))) for most, x in ((self.BK, q), (self.BV, v)))
-        return {"BK": BK, "BV": BV, "num_warps": self.warps, "num_stages": self.stages}
+        stages = min(2, self.stages) if exact else self.stages
+        return {"BK": BK, "BV": min(64, BV) if exact else BV, "num_warps": self.warps, "num_stages": stages}
 
 
 TILES = {"states": ChunkTiles(64, 64, 4, 3), "output": ChunkTiles(64, 128, 4, 3), "backward": ChunkTiles(64, 64, 4, 2)}
