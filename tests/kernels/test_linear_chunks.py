@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get
 from attnzoo.forms.caches.state import RecurrentState
+from attnzoo.forms.options import LinearOptions
 from attnzoo.kernels.linear import linear_chunks
 from attnzoo.testing import relative_error
 
@@ -153,6 +154,22 @@ def test_the_form_trains_prefills_and_steps() -> None:
     assert isinstance(state, RecurrentState)
     assert len(state) == 100
     assert relative_error(torch.cat(outputs, 1) * here, expected * here) <= CLOSE
+
+
+def test_a_compiled_call_is_one_graph() -> None:
+    """Of packed sequences with int32 borders, forward and backward."""
+    forms, cu_seqlens = get("retnet").form_set, torch.tensor([0, 9, 70], device=DEVICE, dtype=torch.int32)
+    q, k, v, g, _ = inputs_of(Shape(1, 70, 2, 1, 16, 16, "head"))
+
+    def run(*given: Tensor) -> tuple[Tensor, None]:
+        *qkv, decay, _ = given
+        options = LinearOptions(cu_seqlens=cu_seqlens)
+        return forms.whole("triton", *qkv, Gate(log_decay=decay), options), None  # type: ignore[attr-defined]
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    do = torch.randn(1, 70, 2, 16, device=DEVICE)
+    expected = differentiated(run, (q, k, v, g, None), do, None)
+    assert off(differentiated(compiled, (q, k, v, g, None), do, None), expected) == {}
 
 
 def test_the_ops_are_ops_of_torch() -> None:

@@ -190,6 +190,8 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
     ready = prepared(call, given, q.shape[2])
     q, v = ready.q, ready.v
+    if given.cu_seqlens is not None:
+        ready.options["cu_seqlens"] = _int64(given.cu_seqlens)
     will_run(f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
     return operation(ready)
 
@@ -206,7 +208,7 @@ def prepared(call: Call, given: LinearOptions, heads: int) -> Prepared:
     if write is not None:
         v = (v * expand_heads(write, v.shape[2])[..., None]).to(dtype)
     options = {
-        "scale": given.scale, "cu_seqlens": None if given.cu_seqlens is None else _int64(given.cu_seqlens),
+        "scale": given.scale, "cu_seqlens": given.cu_seqlens,
         "initial_state": None if call.state is None else call.state.matrix.float(),
         "output_final_state": call.keeps_state,
     }  # fmt: skip
