@@ -43,7 +43,6 @@ from attnzoo.layer.modules import (
     writes_fuse,
 )
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.shared import shared_rows
 from attnzoo.layer.starts import NoticedStarts
 from attnzoo.layer.stream import OwnCore, Stream, check_hidden, rows_of_call, shared_context
 from attnzoo.precision import LinearMap, fill
@@ -251,6 +250,8 @@ class Attention(NoticedStarts):
         if context is None:
             stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         else:
+            from attnzoo.layer.shared import shared_rows  # it loads the compiler
+
             others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "forgetting": self.forget}
             stream, packing = shared_rows(context, x, cache, **others), None
         rows = x if packing is None else packing.unpack(x)

@@ -14,7 +14,7 @@ from attnzoo.algebra.values import reads_values
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.options import check_borders
 from attnzoo.layer.cache import LayerCache, Owner
-from attnzoo.parallel.context import CURRENT, ENTERED, Context
+from attnzoo.parallel.context import ENTERED, Context
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,12 +177,11 @@ def shared_context() -> Context | None:
                 "torch's context_parallel shares out scaled_dot_product_attention alone, and here layers would see the "
                 "keys of their own rank only: expected attnzoo.parallel.context_parallel in its place"
             )
-    return _entered() if ENTERED else None
+    if not ENTERED:
+        return None
+    from attnzoo.parallel.entered import entered  # it loads the compiler
 
-
-@torch.compiler.disable
-def _entered() -> Context | None:
-    return CURRENT.get()
+    return entered()
 
 
 def rows_of_call(
