@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.values import as_given
 from attnzoo.forms.protocol import Call
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.layer.stream import OwnCore
 from attnzoo.parallel.attention import attend, read
 from attnzoo.parallel.collectives import tied
@@ -32,11 +33,11 @@ class SharedStream(OwnCore):
     context: Context
     states: list[Any] = field(default_factory=list)
 
-    @torch.compiler.disable
+    @untraced
     def positions(self) -> Tensor:
         return self.context.fragments.positions().to(self.device).expand(self.shape)
 
-    @torch.compiler.disable
+    @untraced
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         fragments, n = self.context.fragments, size - 1
         if not n:
@@ -63,7 +64,7 @@ class SharedStream(OwnCore):
         out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
         return tied(out, *knots)
 
-    @torch.compiler.disable
+    @untraced
     def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
         """What the variant gives of the call."""
         fragments, transport = self.context
@@ -83,7 +84,7 @@ class SharedStream(OwnCore):
         super(SharedStream, whole).commit(layer, x, self.states[-1])
 
 
-@torch.compiler.disable
+@untraced
 def shared_rows(context: Context, x: Tensor, cache: Any, **others: object) -> SharedStream:
     """The stream of a call on this rank's rows.
 

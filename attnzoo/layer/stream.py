@@ -14,7 +14,7 @@ from attnzoo.algebra.values import reads_values
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.options import check_borders
 from attnzoo.layer.cache import LayerCache, Owner
-from attnzoo.parallel.context import ENTERED, Context
+from attnzoo.parallel.context import ENTERED, Context, entered
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,11 +177,7 @@ def shared_context() -> Context | None:
                 "torch's context_parallel shares out scaled_dot_product_attention alone, and here layers would see the "
                 "keys of their own rank only: expected attnzoo.parallel.context_parallel in its place"
             )
-    if not ENTERED:
-        return None
-    from attnzoo.parallel.entered import entered  # it loads the compiler
-
-    return entered()
+    return entered() if ENTERED else None
 
 
 def rows_of_call(

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import NamedTuple, get_args
 
 from attnzoo.errors import unknown
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.parallel.attention import Transport
 from attnzoo.parallel.fragments import Fragments
 
@@ -23,6 +24,12 @@ CURRENT: ContextVar[Context | None] = ContextVar("attnzoo.parallel", default=Non
 """The context that layers run in, or None."""
 ENTERED: list[Context] = []
 """The contexts of all threads: compiled code can ask a list whether there is any, and no ContextVar."""
+
+
+@untraced
+def entered() -> Context | None:
+    """The context of this thread's block, or None."""
+    return CURRENT.get()
 
 
 @contextmanager

@@ -108,10 +108,9 @@ def _summed(each: Tensor, of: Tensor) -> Tensor:
 
 def _backward_fake(x: ChunkBackward) -> ChunkGradients:
     q, k, v, g, state, *_ = x.given
-    return ChunkGradients(
-        *(y.new_empty(y.shape) for y in (q, k, v)), None if g is None or not x.of_gate else g.new_empty(g.shape),
-        None if state is None or not x.of_state else state.new_empty(state.shape),
-    )  # fmt: skip
+    dq, dk, dv = (y.new_empty(y.shape) for y in (q, k, v))
+    dg = None if g is None or not x.of_gate else g.new_empty(g.shape)
+    return ChunkGradients(dq, dk, dv, dg, None if state is None or not x.of_state else state.new_empty(state.shape))
 
 
 chunk_forward_op = NamedOp(
