@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get
-from attnzoo.benchmarks.measure import Result, decay_lengths, describe_versions, markdown_table, relative, save
+from attnzoo.benchmarks.measure import (
+    Result,
+    decay_lengths,
+    describe_versions,
+    headline,
+    markdown_table,
+    relative,
+    save,
+)
 from attnzoo.parallel import Fragments
 from attnzoo.parallel.collectives import traffic
 
@@ -45,11 +53,17 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]] = (), only: Sequence[str] =
     try:
         rows = [row for shape in shapes or SHAPES for row in measure(shape, only, repeats)]
         if dist.get_rank() == 0:
-            shown = ("way", "shape", "ranks", "one_ms", "ms", "times_one", "sent_MB", "peak_GiB")
-            table = markdown_table(shown, [[row[name] for name in shown] for row in rows])
-            save(out, {"machine": describe_versions(), "rows": rows}, "\n".join(table) + "\n")
+            result: Result = {"machine": describe_versions(), "rows": rows}
+            save(out, result, table(result))
     finally:
         dist.destroy_process_group()
+
+
+def table(result: Result) -> str:
+    """The results as Markdown."""
+    shown = ("way", "shape", "ranks", "one_ms", "ms", "times_one", "sent_MB", "peak_GiB")
+    lines = [headline(result), "", *markdown_table(shown, ([row[name] for name in shown] for row in result["rows"]))]
+    return "\n".join(lines) + "\n"
 
 
 def inputs(B: int, H: int, T: int, K: int) -> list[Tensor]:

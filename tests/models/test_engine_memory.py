@@ -236,7 +236,7 @@ def test_more_sequences_than_any_memory_holds_are_counted_and_none_is_made(name,
     made = []
     idle = BatchRows.idle
     monkeypatch.setattr(
-        BatchRows, "idle", staticmethod(lambda rows, device="cpu": (made.append(rows), idle(rows, device))[1])
+        BatchRows, "idle", staticmethod(lambda rows, *given: (made.append(rows), idle(rows, *given))[1])
     )
     if evict is not None and name not in ("fox", "path_fox"):
         evict = None
