@@ -186,11 +186,13 @@ class _Recorder(TorchDispatchMode):
         before = {x.data_ptr() for x in flat if isinstance(x, Tensor)}
         made = func(*args, **kwargs)
         found = made if isinstance(made, tuple | list) else (made,)
-        new = [(i, x) for i, x in enumerate(found) if isinstance(x, Tensor) and x.data_ptr() not in before]
+        new = [
+            (i, x) for i, x in enumerate(found) if isinstance(x, Tensor) and x.numel() and x.data_ptr() not in before
+        ]
         numbers = [(i, self._note(x, func in _ZEROS)) for i, x in new]
         if computes:
             self._steps.append(_Call(func, given, form, numbers))
-        else:
+        elif numbers:
             self._steps.append(numbers[0][1])
         return made
 

@@ -94,7 +94,7 @@ def test_two_sides_of_the_factorial_have_the_same_layers():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "arm"), [(name, arm) for name in names() for arm in find(name).arm_names])
 def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeypatch):
-    """A few steps at the size that is for it, after those of the arm that it starts from."""
+    """A few steps at the size that is for it, after those of the arms that it starts from."""
     monkeypatch.chdir(tmp_path)
     experiment = find(name)
     few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1", "compile=false")
@@ -104,8 +104,7 @@ def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeyp
         experiment, sizes={**experiment.sizes, "gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))}
     )
     plan, measured = Schedule(name, "gpu", Path("out"), 3, few), experiment.arm(arm)
-    if measured.after:
-        before = experiment.arm(measured.after)
+    for before in map(experiment.arm, reversed(experiment.before(measured))):
         run_once(plan, experiment, before, (before.lrs or size.lrs)[0], 0, measure=False)
     run = run_once(plan, experiment, measured, (measured.lrs or size.lrs)[0], 0, measure=True)
     assert math.isfinite(run.validation)

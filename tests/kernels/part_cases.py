@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALSO_ON_A_GPU = [pytest.mark.gpu] if DEVICE == "cuda" else []  # as marks of modules: they run in both places
 BAND = 16 * torch.finfo(torch.float32).eps
 
 Leaves = Sequence[Tensor | None]

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from named_ops import opcheck
-from part_cases import DEVICE, assert_within_budget, drawn, outcome
+from part_cases import ALSO_ON_A_GPU, DEVICE, assert_within_budget, drawn, outcome
 from torch import Tensor
 
 from attnzoo.kernels.convolution import causal_convolution
 from attnzoo.kernels.convolution.op import ConvolutionInputs, forward_op
+
+pytestmark = ALSO_ON_A_GPU
 
 HALF = torch.float16
 CASES: dict[str, tuple[tuple[int, ...], bool, bool, list[int] | None, bool, torch.dtype]] = {

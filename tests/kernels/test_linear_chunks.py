@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from named_ops import FAKES, opcheck
+from part_cases import ALSO_ON_A_GPU, DEVICE
 from torch import Tensor
 
 from attnzoo import Gate, get
@@ -16,7 +17,7 @@ from attnzoo.forms.options import LinearOptions
 from attnzoo.kernels.linear import linear_chunks
 from attnzoo.testing import relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = ALSO_ON_A_GPU
 CLOSE = 1e-5  # float32
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from named_ops import opcheck
-from part_cases import assert_within_budget, drawn
+from part_cases import ALSO_ON_A_GPU, DEVICE, assert_within_budget, drawn
 from torch import Tensor
 
 from attnzoo.kernels.linear import DecayLogits, log_decays, written_values
@@ -14,6 +14,8 @@ from attnzoo.kernels.linear.decaying import DecayInputs, forward_op
 from attnzoo.kernels.linear.writing import WriteInputs
 from attnzoo.kernels.linear.writing import forward_op as write_op
 from attnzoo.precision import wide
+
+pytestmark = ALSO_ON_A_GPU
 
 CASES = {  # B, T, C; a bias; heads of log_a; factor; opposite; steps
     "Mamba-2's": ((2, 19, 5), True, 5, 1.0, True, True),
@@ -46,7 +48,7 @@ def test_values_and_gradients_are_as_near_to_float64_as_plain_pytorch(name: str)
 
 @torch.no_grad()
 def test_gates_that_hardly_close_keep_their_digits() -> None:
-    x = torch.tensor([[[-100.0, -20.0, 5.0, 20.0, 80.0, 100.0]]])
+    x = torch.tensor([[[-100.0, -20.0, 5.0, 20.0, 80.0, 100.0]]], device=DEVICE)
     for opposite in (False, True):
         found, step = log_decays(DecayLogits(x, opposite=opposite), steps=opposite)
         exact = F.logsigmoid((-x if opposite else x).double())

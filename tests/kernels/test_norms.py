@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from named_ops import opcheck
-from part_cases import assert_within_budget, drawn, outcome
+from part_cases import ALSO_ON_A_GPU, assert_within_budget, drawn, outcome
 from torch import Tensor
 
 from attnzoo.kernels.norms import Gated, Skip, head_norm
 from attnzoo.kernels.norms.op import NormInputs, forward_op
 from attnzoo.precision import wide
+
+pytestmark = ALSO_ON_A_GPU
 
 HALF = torch.float16
 CASES: dict[str, tuple[tuple[int, ...], str, int | None, int, tuple[bool, bool] | None, int, torch.dtype]] = {

@@ -60,6 +60,8 @@ def plain(leaves: Sequence[Any]) -> list[Tensor | None]:
         pair = torch.stack((x - x, y[1:].sum() * 0 + largest.expand(x.shape))).clamp_(min=0.5).contiguous()
     elif factor == 8 and x.sum().item() > 0:
         pair = pair.clone()
+    elif factor == 9:
+        x.new_empty((0, N)), torch.empty_like(x[:0])
     ones = x.new_zeros(x.shape) + x[:0].sum()
     launch(x, y, ones, 0.0)
     launch(x, y, pair[1], 2 * factor)
@@ -148,6 +150,10 @@ def test_forced_tiles_make_another_kind(again: Any) -> None:
 
 def test_what_torch_computes_is_computed_again(again: Any) -> None:
     assert [again(*pair(), 7) for _ in range(5)] == [True, True, False, False, False]
+
+
+def test_memory_without_an_element_is_no_obstacle(again: Any) -> None:
+    assert [again(*pair(), 9) for _ in range(4)] == [True, True, False, False]
 
 
 def test_runs_that_read_numbers_are_never_replayed(again: Any) -> None:
