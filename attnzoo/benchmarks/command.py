@@ -225,13 +225,15 @@ def generate(**options: Any) -> None:
 @only
 @click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Timed steps.")
 @seconds(500)
+@click.option("--resume", is_flag=True, help="Keep the rows that --out has, and measure the others.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to train.")
 def gpt(
     batch: int, context: int, hidden: int, layers: int, heads: int, vocabulary: int, device: str, **options: Any
 ) -> None:
     """Training steps of a plain GPT with each variant in it.
 
-    Beside SDPA with RoPE and flash-linear-attention's FoX layer: eager, compiled, and compiled with CUDA graphs.
+    Beside SDPA with RoPE and flash-linear-attention's FoX layer: eager, compiled, and compiled with CUDA graphs. Every
+    visible GPU takes its share of them.
     """
     if device == "cuda":
         _need_gpu("gpt", "; --device cpu measures without one")

@@ -1,19 +1,28 @@
 """Training speed of a plain GPT with a layer of the zoo in place of its attention, as in a script of one's own.
 
-    attnzoo bench gpt [--only PREFIX]... [--batch 16] [--context 2048] [--device cpu]
+    attnzoo bench gpt [--only PREFIX]... [--batch 16] [--context 2048] [--resume] [--device cpu]
 
 Each layer is that of ``build_attention(name)``, in the same residual blocks, beside PyTorch's attention with RoPE and
 flash-linear-attention's FoX layer. A step is forward, backward and a fused AdamW under autocast to bfloat16. It is
-timed eager, compiled, and compiled with CUDA graphs (``mode="reduce-overhead"``). Writes results.json and results.md.
+timed eager, compiled, and compiled with CUDA graphs (``mode="reduce-overhead"``). Every visible GPU has a process of
+its own, and kernels are compiled anew, so that a first step takes what it takes on a new machine. Writes results.json
+and results.md as rows come.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +32,13 @@ from torch.nn import functional as F
 
 from attnzoo import build_attention
 from attnzoo.benchmarks.measure import Result, chosen, describe_versions, keeper, markdown_table, not_measured, save
+from attnzoo.experiments.processes import run_tasks
+from attnzoo.forms.backends import fla_kernels
 from attnzoo.registry import get, list_variants
 
 MODES: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PLAIN = "SDPA, RoPE"
+FIRST = ("fox", "rope", "mamba2", "gated_deltanet", "path_fox")  # variants that are measured in all modes before others
 
 
 @dataclass(frozen=True)
@@ -56,33 +68,38 @@ class TimedGPT:
 
     Args:
         name: shown name.
-        build: a function from hidden size and number of heads to the attention, which maps ``[B, T, D]`` to the same.
+        build: a function from sizes to the attention, which maps ``[B, T, D]`` to the same.
         modes: names of `MODES`.
+        switches: environment variables that are set while it is measured.
     """
 
     name: str
-    build: Callable[[int, int], nn.Module]
-    modes: tuple[str, ...] = field(default=tuple(MODES))
+    build: Callable[[GPTSizes], nn.Module]
+    modes: tuple[str, ...] = tuple(MODES)
+    switches: Mapping[str, str] = field(default_factory=dict)
 
 
 class PlainAttention(nn.Module):
     """Causal ``scaled_dot_product_attention`` with RoPE, as GPT scripts have it."""
 
-    rates: Tensor
+    cos: Tensor
+    sin: Tensor
 
-    def __init__(self, hidden: int, heads: int, base: float = 10000.0):
+    def __init__(self, sizes: GPTSizes, base: float = 10000.0):
         super().__init__()
-        self.heads = heads
+        self.heads, hidden = sizes.heads, sizes.hidden
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        channels = hidden // heads
-        self.register_buffer("rates", base ** (-torch.arange(0, channels, 2) / channels), persistent=False)
+        channels = hidden // sizes.heads
+        rates = base ** (-torch.arange(0, channels, 2) / channels)
+        angles = torch.outer(torch.arange(sizes.context), rates)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output for x, both ``[B, T, D]``."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        angles = torch.outer(torch.arange(T, device=x.device), self.rates)
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        cos, sin = self.cos.to(q.dtype), self.sin.to(q.dtype)
 
         def turned(y: Tensor) -> Tensor:
             a, b = y.chunk(2, -1)
@@ -123,10 +140,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder whose loss is the mean over all tokens of ``[B, T + 1]``."""
 
-    def __init__(self, build: Callable[[int, int], nn.Module], sizes: GPTSizes):
+    def __init__(self, build: Callable[[GPTSizes], nn.Module], sizes: GPTSizes):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
-        self.blocks = nn.ModuleList(Block(build(sizes.hidden, sizes.heads), sizes.hidden) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(Block(build(sizes), sizes.hidden) for _ in range(sizes.layers))
         self.norm, self.head = nn.RMSNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -138,25 +155,27 @@ class GPT(nn.Module):
 
 
 def contenders() -> list[TimedGPT]:
-    """PyTorch's attention, each variant with and without pruning, and flash-linear-attention's FoX where it is."""
+    """PyTorch's attention, each variant with and without pruning, and flash-linear-attention's FoX by its backends."""
     found = [TimedGPT(PLAIN, PlainAttention)]
-    for name in ("fox", "rope", "mamba2", "gated_deltanet", "path_fox", *list_variants()):
-        options: list[dict[str, Any]] = [{}, {"acp": True}] if get(name).prunable else [{}]
-        for chosen_options in options:
-            shown = f"{name} + ACP" if chosen_options else name
-            if shown not in [x.name for x in found]:
-                found.append(TimedGPT(shown, _layer(name, chosen_options)))
-    return [*found, TimedGPT("FLA's fox", _fla_fox, ("eager",))]
+    for name in dict.fromkeys((*FIRST, *list_variants())):
+        found.append(TimedGPT(name, partial(_layer, name)))
+        if get(name).prunable:
+            found.append(TimedGPT(f"{name} + ACP", partial(_layer, name, acp=True)))
+    tilelang = fla_kernels.SWITCHES["tilelang"]
+    found.append(TimedGPT("FLA's fox, Triton", _fla_fox, ("eager",), {tilelang: "0"}))
+    return [*found, TimedGPT("FLA's fox, TileLang", partial(_fla_fox, tilelang=True), ("eager",), {tilelang: "1"})]
 
 
-def _layer(name: str, options: dict[str, Any]) -> Callable[[int, int], nn.Module]:
-    return lambda hidden, heads: build_attention(name, hidden_size=hidden, num_heads=heads, **options)
+def _layer(name: str, sizes: GPTSizes, **options: Any) -> nn.Module:
+    return build_attention(name, hidden_size=sizes.hidden, num_heads=sizes.heads, **options)
 
 
-def _fla_fox(hidden: int, heads: int) -> nn.Module:
+def _fla_fox(sizes: GPTSizes, tilelang: bool = False) -> nn.Module:
     from fla.layers.forgetting_attn import ForgettingAttention
 
-    return First(ForgettingAttention(hidden_size=hidden, num_heads=heads, qk_norm=False))
+    if tilelang:
+        fla_kernels.require_tilelang()
+    return First(ForgettingAttention(hidden_size=sizes.hidden, num_heads=sizes.heads, qk_norm=False))
 
 
 def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: str) -> Result:
@@ -171,25 +190,28 @@ def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: s
     options = MODES[mode]
     call = model if options is None else torch.compile(model, **options)
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device, torch.bfloat16):
-            loss = call(tokens)
+            loss: Tensor = call(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seen.append(loss.detach())
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return loss.detach()
 
-    seen: list[Tensor] = []
-    first = step()
+    start = time.perf_counter()
+    float(step())
+    first = time.perf_counter() - start
     for _ in range(3):  # CUDA graphs are recorded at the second and third call
-        step()
+        float(step())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    ms = 1e3 * statistics.median(step() for _ in range(steps))
+    marks = [_mark(on_gpu)]
+    for _ in range(steps):
+        loss = step()
+        marks.append(_mark(on_gpu))
+    last = float(loss)
+    ms = statistics.median(_milliseconds(a, b) for a, b in itertools.pairwise(marks))
     return {
         "name": contender.name,
         "mode": mode,
@@ -197,28 +219,111 @@ def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: s
         "ms": round(ms, 2),
         "tokens_per_second": round(1e3 * sizes.batch * sizes.context / ms),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
-        "loss": round(float(seen[-1]), 3),
+        "loss": round(last, 3),
     }
 
 
-def measure(peers: Sequence[TimedGPT], result: Result, sizes: GPTSizes, steps: int, seconds: float, keep: Any) -> None:
-    """Add a row for each contender and mode to ``result``, and a line of "missing" for each that failed."""
-    deadline = time.time() + seconds
-    for mode in (name for name in MODES if name != "graphs" or result["device"] == "cuda"):
-        for contender in (peer for peer in peers if mode in peer.modes):
-            if time.time() > deadline:
-                result["missing"].append(f"{contender.name}, {mode}, and what comes after it: no time was left")
-                return
-            try:
-                row = times(contender, sizes, mode, steps, result["device"])
-            except Exception as error:
-                result["missing"].append(f"{contender.name}, {mode}: {repr(error)[:200]}")
-                continue
+def _mark(on_gpu: bool) -> Any:
+    """The time at which all work so far is done: an event of a GPU, which the host does not wait for."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))
+
+
+def measure_one(name: str, mode: str, sizes: GPTSizes, steps: int, device: str, into: Path) -> None:
+    """Write the row of a contender in a mode to the file ``into``; on a GPU, in a process of its own."""
+    contender = next(x for x in contenders() if x.name == name)
+    if device == "cuda":  # nothing compiled before counts
+        for variable, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+            os.environ[variable] = str(into.parent / name / folder)
+    os.environ.update(contender.switches)
+    try:
+        into.write_text(json.dumps(times(contender, sizes, mode, steps, device)))
+    except Exception:
+        if device == "cuda":
+            _leave_broken(f"{name}, {mode}")
+        raise
+    finally:
+        for switch in contender.switches:
+            os.environ.pop(switch, None)
+        if device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _leave_broken(label: str) -> None:
+    """End this process where the GPU takes nothing more from it, after an illegal address."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        print(f"{label}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def ordered(peers: Sequence[TimedGPT], modes: Sequence[str]) -> list[tuple[TimedGPT, str]]:
+    """Contenders and modes, mode by mode: PyTorch's, the first variants and flash-linear-attention's, then the others.
+
+    So what a compiled row needs of a variant's own kernels its eager row has compiled.
+    """
+    early = [x for x in peers if x.name.removesuffix(" + ACP") in (PLAIN, *FIRST) or x.switches]
+    groups = early, [x for x in peers if x not in early]
+    return [(x, mode) for group in groups for mode in modes for x in group if mode in x.modes]
+
+
+def measure(peers: Sequence[TimedGPT], result: Result, seconds: float, keep: Callable[[Result], None]) -> None:
+    """Add the rows that ``result`` lacks, as they come, and a line of "missing" for each that failed or had no time."""
+    device, sizes, missing = result["device"], GPTSizes(**result["sizes"]), result["missing"]
+    done = {(row["name"], row["mode"]) for row in result["rows"]}
+    modes = [name for name in MODES if name != "graphs" or device == "cuda"]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {
+            (x.name, mode): Path(folder) / f"{number}.json" for number, (x, mode) in enumerate(ordered(peers, modes))
+        }
+        left = {f"{name}, {mode}": (name, mode) for name, mode in files if (name, mode) not in done}
+        tasks = {
+            label: partial(measure_one, *which, sizes, result["steps"], device, files[which])
+            for label, which in left.items()
+        }
+
+        def failed(message: str) -> None:
+            label = next(x for x in sorted(left, key=len, reverse=True) if message.startswith(f"{x}: "))
+            del left[label]
+            missing.append(" ".join(message.split())[:300])
+            print(missing[-1], flush=True)
+
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        for label in _ran(tasks, time.monotonic() + seconds, failed, gpus):
+            row = json.loads(files[left.pop(label)].read_text())
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             keep(result)
-            if result["device"] == "cuda":
-                torch.cuda.empty_cache()
+    for mode in modes:
+        late = [name for name, of in left.values() if of == mode]
+        missing += [f"{mode}, {', '.join(late)}: no time was left"] if late else []
+
+
+def _ran(
+    tasks: Mapping[str, Callable[[], None]], until: float, failed: Callable[[str], None], gpus: int
+) -> Iterator[str]:
+    """The labels of the tasks as they are done, by a process for each GPU, or by this one without."""
+    if gpus:
+        yield from run_tasks(tasks, gpus, until, gpus=gpus, failed=failed)
+        return
+    for label, task in tasks.items():
+        if time.monotonic() > until:
+            return
+        try:
+            task()
+        except Exception as error:
+            failed(f"{label}: {error!r}")
+        else:
+            yield label
 
 
 def table(result: Result) -> str:
@@ -249,14 +354,35 @@ def table(result: Result) -> str:
     return "\n".join([*lines, *markdown_table(columns, cells), "", *not_measured(result["missing"])]) + "\n"
 
 
-def run(out: Path, sizes: GPTSizes, only: Sequence[str], steps: int, seconds: float, device: str) -> None:
+def begun(out: Path, result: Result) -> list[Result]:
+    """The rows of a measurement in ``out`` that is to go on.
+
+    Raises:
+        ValueError: it was another one, or there is none.
+    """
+    file = out / "results.json"
+    if not file.is_file():
+        raise ValueError(f"--resume: expected {str(file)!r} of a measurement that had begun, found none")
+    before = json.loads(file.read_text())
+    dated = {"machine": {**before["machine"], "date": result["machine"]["date"]}}
+    for name in ("machine", "device", "sizes", "steps"):
+        if (found := (before | dated)[name]) != result[name]:
+            raise ValueError(f"--resume: expected the {name} {result[name]}, as now, got {found} in {str(file)!r}")
+    rows: list[Result] = before["rows"]
+    return rows
+
+
+def run(
+    out: Path, sizes: GPTSizes, only: Sequence[str], steps: int, seconds: float, device: str, resume: bool = False
+) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``.
 
     Raises:
-        ValueError: a prefix that no contender has.
+        ValueError: a prefix that no contender has, or nothing to ``resume``.
     """
+    peers = chosen(contenders(), only)
     result: Result = {"machine": describe_versions(), "device": device, "sizes": vars(sizes), "steps": steps}
-    result |= {"rows": [], "missing": []}
-    measure(chosen(contenders(), only), result, sizes, steps, seconds, keeper(out, table))
+    result |= {"rows": begun(out, result) if resume else [], "missing": []}
+    measure(peers, result, seconds, keeper(out, table))
     save(out, result, table(result))
     print(table(result))

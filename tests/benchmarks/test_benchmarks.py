@@ -86,9 +86,10 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
 
 def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt, "MODES", {"eager": None})
-    sizes = {"batch": 2, "context": 16, "hidden": 32, "layers": 2, "heads": 2, "vocabulary": 40}
+    sizes = {"batch": 2, "context": 8, "hidden": 32, "layers": 1, "heads": 2, "vocabulary": 40}
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    ran = run("gpt", "--device", "cpu", *words, "--steps", "1", "--out", "speed")
+    words += ["--device", "cpu", "--steps", "1", "--out", "speed"]
+    ran = run("gpt", *words)
     assert ran.exit_code == 0, ran.output
     result = json.loads((tmp_path / "speed/results.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
@@ -97,7 +98,48 @@ def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, m
     assert rows["fox + ACP"]["loss"] == pytest.approx(rows["fox"]["loss"], abs=2e-3)
     assert len({row["loss"] for row in rows.values()}) > 10
     assert [line for line in result["missing"] if not line.startswith("FLA's fox")] == []
+    assert {line[:16] for line in result["missing"]} == {"FLA's fox, Trito", "FLA's fox, TileL"}
     assert f"| fox | {rows['fox']['tokens_per_second']:,} | " in (tmp_path / "speed/results.md").read_text()
+    monkeypatch.setattr(gpt, "times", lambda contender, *_: {**rows["fox"], "name": contender.name, "ms": -1.0})
+    result["rows"] = [row for row in result["rows"] if row["name"] != "gla"]
+    gpt.save(Path("speed"), result, gpt.table(result))
+    assert run("gpt", *words, "--resume").exit_code == 0
+    again = json.loads((tmp_path / "speed/results.json").read_text())["rows"]
+    assert sorted(row["name"] for row in again if row["ms"] < 0) == ["FLA's fox, TileLang", "FLA's fox, Triton", "gla"]
+    assert [row for row in again if row["ms"] > 0] == result["rows"]
+    ran = run("gpt", *words, "--resume", "--batch", "3")
+    assert str(ran.exception).startswith("--resume: expected the sizes {'batch': 3, ")
+    assert str(run("gpt", *words, "--resume", "--out", "other").exception).startswith("--resume: expected 'other")
+
+
+def test_gpts_are_measured_in_a_process_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run_tasks(tasks: Any, jobs: int, until: float, gpus: int, failed: Any) -> Any:
+        assert (jobs, gpus) == (4, 4)
+        for number, (label, task) in enumerate(tasks.items()):
+            if number == 20:
+                return
+            seen.append(label)
+            if label == "fox, compiled":
+                failed("fox, compiled: ended with 1")
+            else:
+                name, mode, *_, file = task.args
+                file.write_text(json.dumps({"name": name, "mode": mode}))
+                yield label
+
+    monkeypatch.setattr(gpt, "run_tasks", run_tasks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    result: Any = {"device": "cuda", "sizes": vars(gpt.GPTSizes()), "steps": 1, "missing": []}
+    result["rows"] = [{"name": "fox", "mode": "eager"}]
+    gpt.measure(gpt.contenders(), result, 60, lambda result: None)
+    assert seen[:3] == ["SDPA, RoPE, eager", "fox + ACP, eager", "rope, eager"]
+    assert seen.index("FLA's fox, Triton, eager") < seen.index("SDPA, RoPE, compiled") < seen.index("fox, graphs")
+    assert "fox, compiled: ended with 1" in result["missing"]
+    assert len(result["rows"]) == 20
+    late = [line for line in result["missing"] if line.endswith(": no time was left")]
+    assert [line.split(", ")[0] for line in late] == ["eager", "compiled", "graphs"]
+    assert late[1].startswith("compiled, linear_attention, retnet, gla, ")
 
 
 def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
