@@ -82,7 +82,8 @@ test-long: install
 OF_4.57 = 'transformers==4.57.*' 'huggingface-hub<1' 'datasets==3.6.*' 'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
 OF_5.24 = 'transformers==5.24.*'
 WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tests/models/test_hf_generate.py \
-	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/models/test_folders_of_others.py \
+	tests/models/test_hf_forgetting.py tests/models/test_import.py tests/models/test_import_refusals.py \
+	tests/models/test_folders_of_others.py \
 	tests/models/test_hf_files_and_masks.py tests/trained/test_exchange.py \
 	tests/trained/test_damaged_folders.py::test_a_head_beside_a_tied_configuration_is_taken_by_every_reader \
 	tests/trained/test_damaged_folders.py::test_weights_that_are_quantised_are_refused_by_every_reader \

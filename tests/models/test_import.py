@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
+from imported import CASES, MAMBA, NEXT, SIZES, YARN, old, peer
 from peer_kernels import in_plain_torch
 
 from attnzoo.cli import app
@@ -16,140 +16,6 @@ from attnzoo.models.peers import AROUND, PEERS, WITHOUT, Weights, build, from_pe
 from attnzoo.models.peers.table import BECOMES
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 70, "max_position_embeddings": 256, "initializer_range": 0.2,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 500.0,
-}  # fmt: skip
-NEXT = {  # the second of three layers attends; larger weights make more of roundings, which differ between CPUs
-    "initializer_range": 0.05,
-    "num_experts": 0, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_hidden_layers": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}  # fmt: skip
-MAMBA = {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
-CASES = {
-    "llama": ("Llama", {}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama, biases": ("Llama", {"attention_bias": True}),
-    "llama 3": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
-    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3_next": ("Qwen3Next", NEXT),
-    "qwen3_next, as many values": ("Qwen3Next", {**NEXT, "linear_num_value_heads": 2, "partial_rotary_factor": 0.5}),
-    "mamba2": ("Mamba2", MAMBA),
-    "mamba2, in groups": ("Mamba2", {**MAMBA, "n_groups": 3}),
-    "mamba2, tied": ("Mamba2", {**MAMBA, "use_conv_bias": False, "tie_word_embeddings": True}),
-    "qwen3, windows": (
-        "Qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 16},
-    ),
-}
-
-SCALED = {"original_max_position_embeddings": 16, "factor": 4.0, "rope_theta": 100.0}
-YARN = {"rope_type": "yarn", **SCALED}
-SHORT = {"rope_type": "longrope", **SCALED, "original_max_position_embeddings": 256, "short_factor": [1.0, 1.5, 2.0],
-         "long_factor": [3.0] * 3}  # fmt: skip
-LINEAR = "linear_attention"
-HYBRID = {
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "pad_token_id": 0, "eos_token_id": 1,
-    "initializer_range": 0.05,
-}  # fmt: skip
-KIMI = {
-    "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 9,
-    "linear_head_dim": 16, "linear_num_heads": 2, "mlp_layer_types": ["dense"] * 2, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "layer_types": [LINEAR, "full_attention"],
-}  # fmt: skip
-CASES |= {
-    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
-    "qwen3, yarn, other numbers": (
-        "Qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}},
-    ),
-    "llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
-    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
-    "phi3, half of the channels": (
-        "Phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 256,
-                 "max_position_embeddings": 1024, "rope_parameters": {**SHORT, "partial_rotary_factor": 0.5}},
-    ),
-    "olmo2": ("Olmo2", {}),
-    "olmo2, biases, yarn": ("Olmo2", {"attention_bias": True, "rope_parameters": YARN}),
-    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
-    "smollm3, a list": ("SmolLM3", {"no_rope_layers": [0, 1], "pad_token_id": 0}),
-    "olmo_hybrid": ("OlmoHybrid", {**HYBRID, "linear_num_value_heads": 4}),
-    "olmo_hybrid, still": (
-        "OlmoHybrid", {**HYBRID, "linear_allow_neg_eigval": False, "layer_types": ["full_attention", LINEAR],
-                       "rope_parameters": {"rope_type": "default", "rope_theta": None}},
-    ),
-    "llama, biases of the MLP": ("Llama", {"mlp_bias": True}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "gemma2": (
-        "Gemma2", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0,
-                   "final_logit_softcapping": 3.0},
-    ),
-    "gemma2, other fields": (
-        "Gemma2", {"head_dim": 16, "attention_bias": True, "layer_types": ["full_attention"] * 2,
-                   "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
-                   "rope_parameters": YARN},
-    ),
-    "gpt2": ("GPT2", {"n_positions": 64}),
-    "gpt2, other fields": (
-        "GPT2", {"n_inner": 40, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True,
-                 "scale_attn_weights": False, "reorder_and_upcast_attn": True, "tie_word_embeddings": False},
-    ),
-    "kimi_linear": ("KimiLinear", KIMI),
-    "kimi_linear, as published": (
-        "KimiLinear", {
-            **{name: value for name, value in KIMI.items() if not name.endswith("layer_types")},
-            "first_k_dense_replace": 2, "mla_use_nope": True,
-            "linear_attn_config": {
-                "full_attn_layers": [1], "kda_layers": [2], "head_dim": 12, "num_heads": 3, "short_conv_kernel_size": 3,
-            },
-        },
-    ),
-    "qwen3_5": ("Qwen3_5Text", {k: v for k, v in NEXT.items() if k != "num_experts"}),
-}  # fmt: skip
-
-old = int(transformers.__version__.split(".")[0]) < 5
-
-
-def configuration(name, options):
-    if old and "rope_parameters" in options:  # two fields there
-        scaling = dict(options["rope_parameters"])
-        options = {**options, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-        options.pop("rope_parameters")
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip("this transformers does not have it")
-    try:
-        return getattr(transformers, f"{name}Config")(**{**SIZES, **options})
-    except ValueError as error:
-        if old and str(error).startswith("`rope_scaling` must be a dictionary"):
-            pytest.skip(f"this transformers has no such angles for {name}")
-        raise
-
-
-def peer(name, options):
-    torch.manual_seed(0)
-    if options.get("n_groups", 1) > 1:
-        from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
-
-        if "group_size" not in inspect.signature(MambaRMSNormGated).parameters:
-            pytest.skip("this transformers norms all groups together, its kernels and the authors' do not")
-    config = configuration(name, options)
-    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, f"{name.removesuffix('Text')}{head}")._from_config(
-        config, attn_implementation="eager"
-    )
-    for parameter in model.parameters():  # norms and biases that do something
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, 1.0, 0.3)
-    return model.eval()
 
 
 @pytest.fixture(autouse=True)
@@ -243,51 +109,6 @@ def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model_type": "llamma"}, "did you mean 'llama'"),
-        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
-        ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
-        ({"model_type": "rwkv7"}, "'rwkv7' is not supported: it erases along another vector .*; 'kda' loads"),
-        ({"model_type": "olmo3"}, "its layers with windows turn by other angles than the rest; 'olmo2' loads"),
-        ({"model_type": "granite"}, "it scales what each layer adds, .*; 'llama' loads"),
-        ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images, .*; 'gemma2' loads"),
-        (
-            {
-                "model_type": "kimi_linear",
-                "num_hidden_layers": 27,
-                "num_attention_heads": 32,
-                "num_experts": 256,
-                "first_k_dense_replace": 1,
-            },
-            "26 of 27 layers have experts, .* a Kimi Linear whose layers are all dense loads",
-        ),
-        (
-            {
-                "model_type": "gpt2",
-                "n_embd": 8,
-                "n_head": 2,
-                "n_layer": 1,
-                "n_positions": 9,
-                "vocab_size": 5,
-                "activation_function": "relu",
-            },
-            "activation_function = 'relu' is not supported",
-        ),
-        ({"model_type": "gpt2", "n_embd": "8"}, "n_embd: expected"),
-        ({"model_type": "gpt2", "n_embd": 8, "n_head": 9, "n_layer": 1}, "num_attention_heads: expected at most"),
-        ({"model_type": "mamba2", "time_step_limit": [0.0, 1.0]}, r"time_step_limit = \[0.0, 1.0\] is not supported"),
-        ({"model_type": "mamba2", "use_bias": True}, "use_bias = True is not supported"),
-        ({"model_type": "hgrn2-project_fox", "elementwise_affine": False}, "elementwise_affine = False"),
-    ],
-)
-def test_what_cannot_be_imported_is_named(fields, message):
-    with pytest.raises(ValueError, match=message):
-        peer_of(fields)
-
-
 def test_the_table_of_what_loads_has_every_kind(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shown = CliRunner().invoke(app, ["import", "--list"])
@@ -295,26 +116,6 @@ def test_the_table_of_what_loads_has_every_kind(monkeypatch):
     for kind in (*PEERS, *AROUND, *WITHOUT):
         assert f" {kind} " in shown.output
     assert set(BECOMES) == {*PEERS, *AROUND}
-
-
-@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_a_model_without_a_language_head_is_named(kind):
-    model = getattr(transformers, kind)(transformers.LlamaConfig(**SIZES))
-    with pytest.raises(ValueError, match=rf"^source: expected a causal language model with its head.*, got {kind}$"):
-        from_peer(model)
-
-
-def test_what_is_no_model_is_named():
-    with pytest.raises(ValueError, match=r"^source: expected a causal language model.*, got Linear$"):
-        from_peer(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"^source: expected a folder or a model, got int$"):
-        from_peer(3)
-
-
-def test_a_kind_of_scaling_that_is_not_known_is_refused():
-    rope = {"rope_type": "spiral", "factor": 4.0, "rope_theta": 100.0}
-    with pytest.raises(ValueError, match="rope_type = 'spiral' is not supported .only 'default', 'linear', 'llama3'"):
-        peer_of({"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6, "rope_parameters": rope})
 
 
 def test_the_language_model_within_a_model_of_images_is_taken_alone(tokens, tmp_path, caplog):
@@ -334,23 +135,6 @@ def test_the_language_model_within_a_model_of_images_is_taken_alone(tokens, tmp_
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert ours.config.eos_token_id == 3
-
-
-@pytest.mark.parametrize("case", ["llama, dynamic", "phi3, half of the channels"])
-def test_angles_that_change_with_the_length_are_a_line_of_the_log(case, caplog):
-    from_peer(peer(*CASES[case]))
-    assert [message for message in caplog.messages if "angles are those of contexts of up to 256 tokens" in message]
-
-
-def test_layers_of_experts_are_refused_by_name(tokens):
-    options = {
-        **NEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="num_experts = 4 in 1 layers is not supported"):
-        from_peer(peer("Qwen3Next", options))
-    theirs = peer("Qwen3Next", {**options, "mlp_only_layers": [1]})
-    torch.testing.assert_close(from_peer(theirs)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "mamba2-project_fox"])
@@ -425,32 +209,6 @@ def test_names_and_masks_of_gpt_2s_first_files_are_known(tokens):
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
-def test_what_differs_on_purpose_is_a_line_of_the_log(caplog):
-    from_peer(peer("Llama", {}))
-    assert not caplog.records
-    from_peer(peer("Mamba2", MAMBA))
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "residual_in_fp32" in first
-    assert second.startswith("config.json: ")
-    assert second.endswith(": not read, as nothing here is like it")
-    assert "num_attention_heads" in second  # of the tests' sizes, which this class has no use for
-
-
-def test_weights_left_over_or_missing_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    theirs = peer("Llama", {})
-    theirs.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    save_file({**state, "model.extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no place: model\.extra\.weight"):
-        from_peer(tmp_path)
-    state.pop("model.norm.weight")
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        from_peer(tmp_path)
-
-
 def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_does(tmp_path, tokens, caplog):
     from safetensors.torch import load_file, save_file
 
@@ -479,36 +237,3 @@ def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_do
         ours, expected = saved({**state, "lm_head.weight": head})
         torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
         assert ours.tied
-
-
-@pytest.mark.parametrize("damage", [b"", b"garbage that is no safetensors file"])
-def test_weights_that_cannot_be_read_are_named(damage, tmp_path):
-    peer("Llama", {}).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(damage)
-    with pytest.raises(ValueError, match="its weights cannot be read"):
-        from_peer(tmp_path)
-
-
-def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json$"):
-        from_peer(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"an adapter, which `merge_and_unload` puts into its model"):
-        from_peer(tmp_path)
-    with pytest.raises(FileNotFoundError, match="hf download meta-llama/Llama-3.2-1B --local-dir"):
-        from_peer("meta-llama/Llama-3.2-1B")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_field_of_the_peers_own_class_is_read_or_known_to_change_nothing(case):
-    """But for dropout in training, and for sizes of the tests that a class has no use for."""
-    name, options = CASES[case]
-    fields = configuration(name, options).to_dict()
-    left = [note for note in peer_of(fields).notes if "not read" in note]
-    listed = left[0].removeprefix("config.json: ").partition(":")[0].split(", ") if left else []
-    assert {field for field in listed if not field.endswith("_pdrop")} <= {*SIZES}
-
-
-def test_a_field_that_nothing_reads_is_a_line_of_the_log():
-    fields = {**transformers.LlamaConfig(**SIZES).to_dict(), "clip_qkv": 8.0, "attention_dropout": 0.1, "sparse": False}
-    assert peer_of(fields).notes[-1] == "config.json: attention_dropout, clip_qkv: not read, as nothing here is like it"
