@@ -20,9 +20,10 @@ from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.batch import Batch
+from attnzoo.models.generation.delivery import Delivery
 from attnzoo.models.generation.prefill import Prefill
 from attnzoo.models.generation.proposals import Draft
-from attnzoo.models.generation.request import Drawn, Request, check_begun, whole_numbers
+from attnzoo.models.generation.request import Request, check_begun, whole_numbers
 from attnzoo.models.generation.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Generator:
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()  # one that has ended may be taken out of `requests`
-        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
+        self._since, self._delivery = 0, Delivery()
         self._crowded = False  # there was no room for the next sequence, which still waits, and none has left since
         self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
 
@@ -311,7 +312,7 @@ class Generator:
     @property
     def unfinished(self) -> bool:
         """Whether there are tokens to draw, or drawn ones that no step has given yet."""
-        return bool(self.waiting or any(self.rows) or self._drawn or self._sent)
+        return bool(self.waiting or any(self.rows) or self._delivery)
 
     @torch.no_grad()
     def admit(self) -> None:
@@ -353,7 +354,7 @@ class Generator:
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
         """These rows of ``tokens`` are new; those that may draw no more leave."""
-        self._drawn.append((self.batch.tokens.clone(), running))
+        self._delivery.add(self.batch.tokens, running)
         for row, request in running:
             request.left -= 1
             if not request.left:
@@ -388,34 +389,13 @@ class Generator:
         return True
 
     def _fetch(self, behind: bool = False) -> None:
-        """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
+        """Hand out what was drawn; with ``behind``, but for the copy that was begun last."""
         self._since = 0
-        self._send()
-        while len(self._sent) > behind:
-            self._receive(self._sent.popleft())
-
-    def _send(self) -> None:
-        """Start to copy the tokens drawn to the host."""
-        if not self._drawn:
-            return
-        tokens, rows = zip(*self._drawn, strict=True)
-        self._drawn, values, arrived = [], torch.stack(tokens), None
-        if values.is_cuda:
-            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-            values = there.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._sent.append(Drawn(values, list(rows), arrived))
-
-    def _receive(self, drawn: Drawn) -> None:
-        """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
-        if drawn.arrived is not None:
-            drawn.arrived.synchronize()
-        for values, rows in zip(drawn.values.tolist(), drawn.rows, strict=True):
-            for row, request in rows:
-                self._hand_out(row, request, values[row])
+        for drawn in self._delivery.receive(behind):
+            self._hand_out(*drawn)
 
     def _hand_out(self, row: int, request: Request, token: int) -> None:
+        """Add a token to its sequence; what was drawn after one that ends a sequence is none of it."""
         if request.done:
             return
         request.tokens.append(token)

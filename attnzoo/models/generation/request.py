@@ -1,4 +1,4 @@
-"""The sequences of a generator, and their tokens on the way to the host."""
+"""The sequences of a generator, and checks of what begins one."""
 
 from __future__ import annotations
 
@@ -94,12 +94,3 @@ def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -
     there = int(min(one.seen for one in cache if one.seen is not None))
     if there < cache[0].tokens:
         raise ValueError(f"cache: expected a sequence without padding, got {there} of {cache[0].tokens} tokens")
-
-
-@dataclass(eq=False)
-class Drawn:
-    """Drawn tokens on their way to the host, and the request of each row at each step."""
-
-    values: Tensor  # [steps, B]
-    rows: list[list[tuple[int, Request]]]
-    arrived: torch.cuda.Event | None
