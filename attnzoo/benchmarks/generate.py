@@ -4,11 +4,11 @@
 
 Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by default. The gates of FoX are those of
 fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by
-a scalar. Caches are filled with random keys, values and states, so that nothing waits for a prompt. A step draws the
-likeliest token of every row. Cached keys and values have 8 bits where a name says fp8. Maps of one input are one
-product where a name says fused, and on the linear side. Peers: the Llama of transformers with the same sizes, with its
-growing cache, and with its static cache, compiled. What does not fit into the GPU's memory is left out, and said.
-Writes results.json and results.md.
+a scalar. Those named 8B have the sizes of Llama 3.1 8B. Caches are filled with random keys, values and states, so that
+nothing waits for a prompt. A step draws the likeliest token of every row. Cached keys and values have 8 bits where a
+name says fp8. Maps of one input are one product where a name says fused, and on the linear side. Peers: the Llama of
+transformers with the same sizes, with its growing cache, and with its static cache, compiled. What does not fit into
+the GPU's memory is left out, and said. Writes results.json and results.md.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.sampling import Sampling
 
 SIZES: dict[str, Any] = {"hidden_size": 1536, "num_layers": 24, "num_heads": 24, "vocab_size": 50257}
+LLAMA_8B: dict[str, Any] = {  # config.json of meta-llama/Llama-3.1-8B
+    "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
 STEPS, WARM = 32, 8
 EVICT = math.exp(-10.0)
 
@@ -64,6 +67,7 @@ class TimedModel:
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
         fuse: whether maps of one input are one product.
+        sizes: of the model, in place of those of :data:`SIZES`.
     """
 
     name: str
@@ -74,9 +78,11 @@ class TimedModel:
     compile: bool = True
     fuse: bool = False
     kv_dtype: str | None = None
+    sizes: dict[str, Any] = field(default_factory=dict)
 
 
 PRO = {"block": "pro", "acp": True}
+GROUPED = {"num_kv_heads": 8}
 OURS = (
     TimedModel("FoX (Pro) + ACP", "fox", PRO),
     TimedModel("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
@@ -94,6 +100,10 @@ OURS = (
     TimedModel("PaTH-FoX (Pro) + ACP, evicting, fused", "path_fox", PRO, EVICT, fuse=True),
     TimedModel("Mamba-2", "mamba2", fuse=True),
     TimedModel("Gated DeltaNet", "gated_deltanet", fuse=True),
+    TimedModel("8B, RoPE", "rope", GROUPED, sizes=LLAMA_8B),
+    TimedModel("8B, RoPE, fp8", "rope", GROUPED, kv_dtype="fp8", sizes=LLAMA_8B),
+    TimedModel("8B, FoX + ACP", "fox", {**GROUPED, "acp": True}, sizes=LLAMA_8B),
+    TimedModel("8B, FoX + ACP, fp8", "fox", {**GROUPED, "acp": True}, kv_dtype="fp8", sizes=LLAMA_8B),
 )
 PEERS = (  # of transformers
     TimedModel("Llama, dynamic cache", "llama", compile=False),
@@ -104,7 +114,8 @@ PEERS = (  # of transformers
 def build(contender: TimedModel, device: str = "cuda", **sizes: Any) -> LanguageModel:
     """A model with random weights in bfloat16, and gates as in trained models."""
     torch.manual_seed(0)
-    config = ModelConfig(attention=contender.attention, attention_options=contender.options, **{**SIZES, **sizes})
+    sizes = {**SIZES, **contender.sizes, **sizes}
+    config = ModelConfig(attention=contender.attention, attention_options=contender.options, **sizes)
     with torch.device(device):
         model = LanguageModel(config).bfloat16().eval()
     with torch.no_grad():

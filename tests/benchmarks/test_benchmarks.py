@@ -410,8 +410,8 @@ def test_models_to_generate_with_are_chosen_by_prefix(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
 def test_generation_is_measured_from_full_caches(contender: generate.TimedModel) -> None:
-    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}
-    row = generate.measure(generate.build(contender, **sizes), contender, 2, 1500)
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 8, "vocab_size": 50, "intermediate_size": 64}
+    row = generate.measure(generate.build(contender, device="cpu", **sizes), contender, 2, 1500)
     assert row["ms"] > 0
     assert row["cache_gb"] > 0
     if contender.evict is not None:
