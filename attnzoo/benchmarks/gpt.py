@@ -241,7 +241,7 @@ def measure_one(name: str, mode: str, sizes: GPTSizes, steps: int, device: str, 
     contender = next(x for x in contenders() if x.name == name)
     if device == "cuda":  # nothing compiled before counts
         for variable, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-            os.environ[variable] = str(into.parent / name / folder)
+            os.environ[variable] = str(into.parent / "".join(filter(str.isalnum, name)) / folder)
     os.environ.update(contender.switches)
     try:
         into.write_text(json.dumps(times(contender, sizes, mode, steps, device)))
