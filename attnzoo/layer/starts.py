@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from attnzoo.algebra.values import has_values, in_transform
 from attnzoo.precision import LinearMap, PreciseModule
 
 UNSET = math.nan  # of memory that nobody has initialised
+# layers whose numbers are on their way from a GPU: names, squares and whether they have come
+_coming: WeakKeyDictionary[nn.Module, tuple[list[str], Tensor, Callable[[], bool]]] = WeakKeyDictionary()
 
 
 class NoticedStarts(PreciseModule):
@@ -27,14 +30,26 @@ class NoticedStarts(PreciseModule):
 
     def note_starts(self) -> None:
         """Take what the parameters hold for what they are to begin with."""
-        self._starts = self._found()
+        _coming.pop(self, None)
+        found = self._squares()
+        self._starts = None if found is None else dict(zip(found[0], found[1].sqrt().tolist(), strict=True))
 
     def look_at_starts(self) -> None:
-        """Warn, once, where parameters hold something else. Values within a factor of 2 count as drawn by the layer."""
-        found = self._found() if torch.is_grad_enabled() else None
-        if self._starts is None or found is None:
+        """Warn, once, where parameters hold something else. Values within a factor of 2 count as drawn by the layer.
+
+        No step waits for a GPU: one of those that follow the first finds the numbers.
+        """
+        if self not in _coming:
+            squares = self._squares() if torch.is_grad_enabled() else None
+            if squares is None:
+                return
+            _coming[self] = (squares[0], *_sent(squares[1]))
+        names, on_host, there = _coming[self]
+        if not there():
             return
-        expected, self._starts = self._starts, None
+        found = dict(zip(names, on_host.sqrt().tolist(), strict=True))
+        del _coming[self]
+        expected, self._starts = self._starts or {}, None
         moved = [
             name for name, rms in expected.items()
             if math.isnan(rms) or not (rms / 2 <= found[name] <= 2 * rms or math.isnan(found[name]))
@@ -49,14 +64,14 @@ class NoticedStarts(PreciseModule):
             )
 
     @torch.no_grad()
-    def _found(self) -> dict[str, float] | None:
-        """The root mean square of each parameter by name; None where values cannot be read."""
+    def _squares(self) -> tuple[list[str], Tensor] | None:
+        """The names and the mean squares of the parameters; None where values cannot be read."""
         own = self._watched()
         plain = all(map(has_values, own.values())) and not in_transform()
-        if not plain or (any(x.is_cuda for x in own.values()) and torch.cuda.is_current_stream_capturing()):
+        if not plain or _captures(own.values()):
             return None
         squares = [x.double().square().mean() for x in own.values()]
-        return dict(zip(own, torch.stack(squares).sqrt().tolist(), strict=True)) if own else {}
+        return list(own), torch.stack(squares) if squares else torch.empty(0, device="cpu")
 
     def _watched(self) -> dict[str, nn.Parameter]:
         return {
@@ -77,3 +92,20 @@ class NoticedStarts(PreciseModule):
         if was_meta and not any(x.is_meta for x in own.values()):  # `to_empty` alone does this
             self._starts = dict.fromkeys(own, UNSET)
         return self
+
+
+def _captures(tensors: Iterable[Tensor]) -> bool:
+    """Whether a CUDA graph is captured, in which nothing may be read."""
+    return any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+def _sent(x: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """x on the host, and whether it is there yet, which nobody waits for."""
+    if not x.is_cuda:
+        return x, lambda: True
+    with torch.cuda.device(x.device):
+        on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        on_host.copy_(x, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return on_host, lambda: not torch.cuda.is_current_stream_capturing() and event.query()

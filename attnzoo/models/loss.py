@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.transitions import compute_dtype
+from attnzoo.algebra.values import in_transform
+from attnzoo.precision import wide
 
 IGNORED = -100  # a target that does not count
 LOGITS = 2**27  # logits held at a time: 512 MiB in float32
@@ -54,6 +57,66 @@ def divergence(
     return (F.kl_div(ours, aims, reduction="none", log_target=True).sum(-1) * (targets != IGNORED)).sum()
 
 
+class _Chunks(NamedTuple):
+    """The rows of a head's loss in chunks of ``size``, beside what is the same for all of them; see `head_loss`."""
+
+    size: int
+    chunk: Callable[..., Tensor]
+    targets: Tensor
+    vocab: int
+    softcap: float | None
+    beside: Sequence[Tensor]
+
+    def given(self, x: Tensor, weight: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The arguments of ``chunk``, one chunk after the other."""
+        for part in (slice(i, i + self.size) for i in range(0, len(x), self.size)):
+            beside = (each[part] for each in self.beside)
+            yield x[part], weight, self.targets[part], self.vocab, self.softcap, *beside
+
+    def recomputed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The sum over all rows, whose backward pass computes the logits again."""
+        sums = [checkpoint(self.chunk, *given, use_reentrant=False) for given in self.given(x, weight)]
+        return torch.stack(sums).sum()
+
+
+class _WithGradients(torch.autograd.Function):
+    """The sum over all chunks, with the gradients of each computed while its logits are there.
+
+    So no product is computed twice. Gradients of gradients are those of ``recomputed``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: _Chunks) -> Tensor:
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        rounded = weight.detach().to(dtype).requires_grad_(of_weight)  # once, and not in every chunk
+        sums, dxs, dw = [], [], None
+        for rows, *given in chunks.given(x.detach(), rounded):
+            leaves = [one for one in (rows.requires_grad_(of_x), rounded) if one.requires_grad]
+            with torch.enable_grad():
+                loss = chunks.chunk(rows, *given)
+            found = [*torch.autograd.grad(loss, leaves)]
+            sums.append(loss.detach())
+            if of_weight:
+                one = found.pop()
+                dw = wide(one) if dw is None else dw.add_(one)
+            dxs += found
+        ctx.chunks = chunks
+        ctx.save_for_backward(x, weight, torch.cat(dxs) if dxs else None, dw)
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, dx, dw = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *(None if of is None else (of * given).to(one.dtype) for one, of in ((x, dx), (weight, dw))), None
+        wanted = [of is not None for of in (dx, dw)]
+        leaves = [one for one, asked in zip((x, weight), wanted, strict=True) if asked]
+        found = iter(torch.autograd.grad(ctx.chunks.recomputed(x, weight), leaves, given, create_graph=True))
+        return *(next(found) if asked else None for asked in wanted), None
+
+
 def head_loss(
     x: Tensor,
     weight: Tensor,
@@ -65,8 +128,9 @@ def head_loss(
 ) -> Tensor:
     """The mean cross-entropy in nats of the logits ``x @ weight.T`` over the targets that count.
 
-    Above ``limit`` logits, rows are taken in chunks of one size whose logits are computed again in the backward pass,
-    so that no more than one chunk's are ever held. On a GPU the weight gets rows of zeros up to a multiple of 64: a
+    Above ``limit`` logits, rows are taken in chunks of one size, so that no more than one chunk's are ever held:
+    gradients are computed at once, or, in what is compiled or transformed, with the logits computed again in the
+    backward pass. On a GPU the weight gets rows of zeros up to a multiple of 64: a
     product with 50257 rows would run at a quarter of the speed.
 
     Args:
@@ -76,7 +140,7 @@ def head_loss(
         limit: the most logits to hold at a time.
         softcap: see :func:`capped`.
         chunk: :func:`chunk_loss`, a compiled version, or another sum over rows.
-        beside: further tensors of N rows, of which ``chunk`` gets the same rows.
+        beside: further tensors of N rows without gradients, of which ``chunk`` gets the same rows.
     """
     targets, vocab, N = targets.long(), weight.shape[0], len(x)
     if x.is_cuda:
@@ -84,9 +148,8 @@ def head_loss(
     chunks = -(-N // max(1, limit // len(weight)))
     if chunks == 1:
         return chunk(x, weight, targets, vocab, softcap, *beside) / (targets != IGNORED).sum()
-    rows = -(-N // chunks)
-    sums = []
-    for part in (slice(i, i + rows) for i in range(0, N, rows)):
-        more = [each[part] for each in beside]
-        sums.append(checkpoint(chunk, x[part], weight, targets[part], vocab, softcap, *more, use_reentrant=False))
-    return torch.stack(sums).sum() / (targets != IGNORED).sum()
+    parts = _Chunks(-(-N // chunks), chunk, targets, vocab, softcap, beside)
+    at_once = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    at_once = at_once and not (torch.compiler.is_compiling() or in_transform())
+    total: Tensor = _WithGradients.apply(x, weight, parts) if at_once else parts.recomputed(x, weight)
+    return total / (targets != IGNORED).sum()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from attnzoo import build_attention, list_variants
+from attnzoo.layer import starts
 
 SIZES = {"hidden_size": 32, "num_heads": 2}
 VOCAB = 16
@@ -272,6 +273,43 @@ def test_an_initialisation_that_reaches_gates_and_norms_is_named_once(init, name
     assert said(layer) == []
     layer.reset_parameters()
     assert said(layer) == []
+
+
+def test_numbers_that_are_still_on_their_way_are_waited_for_by_no_step(monkeypatch):
+    """As on a GPU: the notice comes with the numbers, which are those of the first step."""
+    layer = build_attention("fox", **SIZES, block="pro")
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=5.0)
+    there = []
+    monkeypatch.setattr(starts, "_sent", lambda x: (x, lambda: bool(there)))
+    again = copy.deepcopy(layer)
+    assert said(layer) == said(again) == []
+    again.reset_parameters()
+    there.append(True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    assert len(said(layer)) == 1
+    assert said(layer) == said(again) == []
+
+
+@pytest.mark.gpu
+def test_a_first_training_step_does_not_wait_for_a_gpu():
+    layer = build_attention("fox", **SIZES, block="pro").cuda()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=5.0)
+    x = torch.randn(2, 5, 32, device="cuda")
+    layer.eval()(x)
+    layer.train()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="expected the layer's own start"):
+        layer(x)
 
 
 def test_a_layer_that_begins_as_it_was_made_or_was_loaded_says_nothing():

@@ -53,6 +53,37 @@ def test_no_chunk_holds_more_logits_than_allowed(monkeypatch):
     assert max(seen) == 200
 
 
+@pytest.mark.parametrize("trained", ["both", "x", "weight"])
+def test_a_training_step_computes_each_chunks_logits_once(trained, monkeypatch):
+    """Under autocast too, where the weight is rounded once; gradients are those of the chunks computed again."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(23, 8), torch.randn(50, 8)
+    targets = torch.randint(0, 50, (23,))
+    leaves = {"both": [x, weight], "x": [x], "weight": [weight]}[trained]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    seen = []
+
+    def chunk(rows, head, *given):
+        seen.append(head.dtype)
+        return chunk_loss(rows, head, *given)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = head_loss(x, weight, targets, limit=200, chunk=chunk)
+            found = torch.autograd.grad(loss, leaves, retain_graph=True)
+            again = torch.autograd.grad(loss, leaves)
+            assert seen == [dtype] * 6
+            with monkeypatch.context() as patched:
+                patched.setattr("attnzoo.models.loss.in_transform", lambda: True)
+                expected = torch.autograd.grad(head_loss(x, weight, targets, limit=200), leaves)
+        seen.clear()
+        for ours, same, theirs in zip(found, again, expected, strict=True):
+            assert ours.dtype == theirs.dtype == torch.float32
+            assert torch.equal(ours, same)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-3)
+
+
 def test_a_model_gives_its_loss_without_logits():
     model = build()
     whole, alone = model(tokens(), tokens()), model(tokens(), tokens(), with_logits=False)
