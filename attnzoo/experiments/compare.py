@@ -24,7 +24,7 @@ from attnzoo.data.tasks import Examples
 from attnzoo.errors import at_least, unknown
 from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments import figures
-from attnzoo.experiments.processes import run_tasks
+from attnzoo.experiments.processes import gpus_of, run_tasks
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_layers, describe_machine, describe_sizes
 from attnzoo.files import check_folder
@@ -177,7 +177,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
         config: the comparison.
         console: the console for progress and the table.
         command: the command line, for the report.
-        jobs: the number of runs at a time, each in its own process if there are several.
+        jobs: the number of runs at a time, each in its own process if there are several, spread over all GPUs.
 
     Returns:
         The report, ``report.html`` in ``config.output_dir``.
@@ -200,7 +200,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
             raise ValueError(f"variant {run.label!r}: {error}") from error
     if jobs > 1:
         tasks = {run.label: partial(_trained_apart, run, config.evaluate, command) for run in runs}
-        for number, label in enumerate(run_tasks(tasks, jobs), 1):
+        for number, label in enumerate(run_tasks(tasks, jobs, gpus=gpus_of(config.train.device)), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
         results = [_measured(run, config.evaluate, data, command) for run in runs]
     else:

@@ -37,7 +37,8 @@ def run_tasks(
         jobs: processes at a time.
         until: the time by `time.monotonic` at which remaining tasks are dropped and running ones are stopped.
         after: label -> labels of tasks that must be done before; the others start in the order of `tasks`.
-        gpus: the number of GPUs that the processes are spread over, each of which then sees one; 1 changes nothing.
+        gpus: the number of GPUs that the processes are spread over, each of which then sees one; 1 changes nothing, nor
+            does a single process.
         failed: called with the message of a failed task; other tasks continue unless they wait for it. None: the others
             are stopped, as by SIGTERM.
 
@@ -46,6 +47,7 @@ def run_tasks(
     """
     after = after or {}
     waiting, done = list(tasks), set[str]()
+    gpus = min(gpus, jobs)
     idle: list[_Worker] = []
     running: dict[Any, tuple[str, _Worker]] = {}  # by the channel that reports the end of a task
     with _environment("OMP_WAIT_POLICY", "passive"), _interrupted_by(signal.SIGTERM, signal.SIGHUP):
@@ -85,6 +87,13 @@ def run_tasks(
                 worker.process.terminate()
             for worker in workers:
                 worker.process.join()
+
+
+def gpus_of(device: str) -> int:
+    """The number of GPUs that trainings with this `device` are spread over: 1 where they run on a CPU."""
+    import torch
+
+    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 1
 
 
 class _Worker:

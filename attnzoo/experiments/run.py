@@ -34,7 +34,7 @@ from attnzoo.experiments.kept import (
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, save_outcome
 from attnzoo.experiments.plan import Schedule, folder_of
 from attnzoo.experiments.probes import Probe, Probed
-from attnzoo.experiments.processes import run_tasks
+from attnzoo.experiments.processes import gpus_of, run_tasks
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
@@ -109,13 +109,13 @@ def run_experiment(
     _check_text(experiment.probes, first)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
-    gpus = 1 if on_cpu else torch.cuda.device_count()
+    gpus = gpus_of(plan.device)
     jobs = jobs or gpus * _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations, gpus)
     if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # small models gain nothing from more threads, and a result may depend on their number
     tasks, after = _tasks(plan, experiment, arms)
     failures: list[str] = []
-    side_by_side = partial(run_tasks, tasks, jobs, until, after, min(gpus, jobs), failures.append)
+    side_by_side = partial(run_tasks, tasks, jobs, until, after, gpus, failures.append)
     for number, label in enumerate(side_by_side() if jobs > 1 or minutes is not None else tasks, 1):
         run = tasks[label]()  # reads the result if another process has finished the run
         said = run.note or f"held-out loss {run.validation:.4g}"

@@ -196,7 +196,7 @@ def test_processes_of_a_comparison_open_the_data_themselves(tiny: Path, monkeypa
     """A copy of memory-mapped tokens would go through a pipe and stay in each process."""
     sizes: list[int] = []
 
-    def sent(tasks: Any, jobs: int) -> Any:
+    def sent(tasks: Any, jobs: int, gpus: int) -> Any:
         sizes.extend(len(pickle.dumps(task)) for task in tasks.values())
         for label, task in tasks.items():
             task()
@@ -207,6 +207,26 @@ def test_processes_of_a_comparison_open_the_data_themselves(tiny: Path, monkeypa
     comparing.run_comparison(config, Console(quiet=True), jobs=2)
     assert len(sizes) == len(config.variants)
     assert max(sizes) < 10000 < len(pickle.dumps(build_data(config.train.data)))
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("auto", 4), ("cpu", 1)])
+def test_variants_are_trained_on_all_gpus_unless_on_a_cpu(
+    device: str, gpus: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[int] = []
+
+    def sent(tasks: Any, jobs: int, gpus: int) -> Any:
+        spread.append(gpus)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing, "run_tasks", sent)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(KeyboardInterrupt):
+        comparing.run_comparison(
+            load_config(tiny, [f"train.device={device}"], schema=CompareConfig), Console(quiet=True), jobs=8
+        )
+    assert spread == [gpus]
 
 
 def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
