@@ -48,7 +48,7 @@ small: install
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target small_text transformers==5.17.0 sympy==1.14.0 \
 		networkx==3.6.1 torch-geometric==2.8.0.post1 huggingface_hub==1.33.0 pygments==2.21.0
 	$(BIN)/attnzoo compare small --jobs 4
-	rm -rf attnzoo/trained/small/*
+	rm -rf attnzoo/trained/small/*-small
 	for run in runs/small/*-small; do $(BIN)/attnzoo export $$run --bare --to attnzoo/trained/small/$${run##*/} || exit; done
 
 test: install

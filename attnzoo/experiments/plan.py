@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from attnzoo.data.tasks import build_task
@@ -84,7 +86,7 @@ class Schedule:
         if arm.teacher:
             teacher = experiment.arm(arm.teacher)
             settings["teacher"] = self._folder(teacher, self.grid(experiment, teacher)[0], seed)
-        config = load_config(settings, self.overrides)
+        config = _loaded(json.dumps(settings), self.overrides)
         overrides = read_settings(self.overrides)
         for key in (key for key in own if names_key(overrides, key)):
             raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
@@ -95,6 +97,12 @@ class Schedule:
 
     def _folder(self, arm: Arm, lr: float, seed: int) -> str:
         return str(self.out / folder_of(arm) / f"lr{rate_in_words(lr)}-seed{seed}")
+
+
+@cache
+def _loaded(settings: str, overrides: tuple[str, ...]) -> TrainConfig:
+    """The configuration of settings in JSON; kept, as the same ones are asked for whenever a run ends."""
+    return load_config(json.loads(settings), overrides)
 
 
 def folder_of(arm: Arm) -> str:

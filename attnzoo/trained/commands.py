@@ -171,9 +171,10 @@ def generate(
 ) -> None:
     """Continue a text.
 
-    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head held to standard error, also when interrupted. Several processes
-    read a long prompt together.
+    RUN_OR_FOLDER is a run, a model folder that export or import wrote, or a small trained model by its name (fox-small,
+    mamba2-small, path_fox-small, gated_deltanet-small). The text goes to standard output as it is drawn; speed, memory
+    and the keys that each head held to standard error, also when interrupted. Several processes read a long prompt
+    together.
     """
     from datetime import timedelta
 

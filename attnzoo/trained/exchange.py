@@ -16,6 +16,7 @@ from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, WEIGHTS, write_digests
 from attnzoo.training.folder import load_run
 from attnzoo.training.forgetting import config_now
+from attnzoo.training.metrics import FILE as METRICS
 from attnzoo.training.recipe import load_config, to_yaml
 from attnzoo.training.start import KEPT, check_ours, tokenizer_of
 
@@ -77,7 +78,7 @@ def export_run(run: Path, folder: Path) -> Path:
 
 
 def bare_run(run: Path, folder: Path) -> Path:
-    """Write a run with its newest whole checkpoint alone, without the optimizer's state and in bfloat16.
+    """Write a run's metrics and its newest whole checkpoint alone, without the optimizer's state and in bfloat16.
 
     `generate`, `evaluate`, `maps` and all else that reads a run's model read the folder, without transformers; training
     does not go on from it, but may start from its weights. Parameters that are never rounded stay in float32.
@@ -109,6 +110,8 @@ def bare_run(run: Path, folder: Path) -> Path:
         shutil.copyfile(checkpoint / "progress.json", to / "progress.json")
         write_digests(to)
         (part / "config.yaml").write_text(to_yaml(config))
+        if (run / METRICS).is_file():
+            shutil.copyfile(run / METRICS, part / METRICS)
         if (run / KEPT).is_dir():
             shutil.copytree(run / KEPT, part / KEPT)
     return folder

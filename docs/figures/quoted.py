@@ -162,6 +162,13 @@ def logged(page: str, text: str) -> float:
     return float(found[0].replace(",", ""))
 
 
+def small(name: str) -> dict[str, Any]:
+    """The numbers of a small trained model of the package."""
+    import small as record  # which only some pages need
+
+    return record.of(name)
+
+
 def given(value: float, why: str) -> float:
     """A number that is no measurement: a setting, a definition, what another document says."""
     if not why:
@@ -190,6 +197,8 @@ NAMES = {
         without,
         left,
         logged,
+        small,
+        sorted,
         modelled,
         given,
         min,

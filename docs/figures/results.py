@@ -11,6 +11,7 @@ import both_sides
 import converted
 import held
 import many_gpus
+import small
 import speeds
 import style
 from equal_memory import equal_memory
@@ -50,6 +51,7 @@ TABLES = {  # by page and the words of their markers
     RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,
     RESULTS.parent / "benchmarks" / "many_gpus.md": many_gpus.TABLES,
     RESULTS.parent / "how-to" / "convert.md": {"conversion": converted.table},
+    RESULTS.parent / "how-to" / "train.md": {"small models": small.table},
     RESULTS.parent / "how-to" / "choose.md": {"choice": speeds.choice},
     RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import pytest
 import torch
 from rich.console import Console
 
+from attnzoo.evaluation import token_losses
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.experiments.evaluate.saved import find_model
@@ -14,7 +18,7 @@ from attnzoo.models.swap import Unfilled
 from attnzoo.trained import exchange
 from attnzoo.trained import model as trained_model
 from attnzoo.trained.continuation import Continuation, load_text_model
-from attnzoo.training import load_run
+from attnzoo.training import load_run, read_metrics
 from attnzoo.training.recipe import load_config
 
 SMALL = built_in("compare")["small"]
@@ -51,6 +55,30 @@ def test_small_models_are_two_pairs_of_one_size_under_eight_megabytes():
         assert run.config.data.context_length == 4096
 
 
+def test_the_small_models_of_the_package_know_python():
+    """Each is far from a fresh model's 5.5 nats per byte on a text that it has not seen."""
+    assert trained_model.small_models() == sorted(run.label for run in plan(load_config(SMALL, schema=CompareConfig)))
+    text = Path(argparse.__file__).read_text(encoding="utf-8")[2000:3024]
+    for name in trained_model.small_models():
+        model = trained_model.load_trained(name)
+        tokens = torch.tensor([model.encode(text)])
+        assert token_losses(model.model, tokens)[0, 256:].mean() < 2, name
+        (last,) = [row for row in read_metrics(trained_model.SMALL / name) if row["kind"] == "eval"]
+        assert last["step"] == 600
+        assert last["loss"] < 0.9
+        assert sum(file.stat().st_size for file in (trained_model.SMALL / name).rglob("*")) < 8e6
+
+
+def test_a_small_model_gives_keys_up_and_says_the_same():
+    """FoX has learnt to forget: eviction leaves few of its keys, and the likeliest text is the same."""
+    prompt = Path(argparse.__file__).read_text(encoding="utf-8")[2000:2512]
+    model = load_text_model("fox-small", "cpu")
+    all_keys, few = (Continuation(model, prompt, 16, evict, sampling={"temperature": 0.0}) for evict in (None, 1e-4))
+    assert "".join(all_keys) == "".join(few)
+    kept = sum(sum(heads) for heads in few.request.kept)
+    assert 0 < kept < 0.4 * sum(sum(heads) for heads in all_keys.request.kept)
+
+
 def test_a_bare_run_is_the_run_in_bfloat16_and_nothing_else(made):
     for run in (made / "runs").glob("*-small"):
         packed = made / "packed" / run.name
@@ -62,6 +90,7 @@ def test_a_bare_run_is_the_run_in_bfloat16_and_nothing_else(made):
         assert {p.dtype for p in bare.parameters() if p.dim() > 1} == {torch.bfloat16}
         (checkpoint,) = (packed / "checkpoints").iterdir()
         assert {f.name for f in checkpoint.iterdir()} == {"model.safetensors", "progress.json", "digests.json"}
+        assert read_metrics(packed) == read_metrics(run)
 
 
 def test_a_small_model_is_found_by_its_name(made, monkeypatch):

@@ -62,14 +62,14 @@ CPU = Size(
     ),
     lrs=(6e-3,), tokens=32768,
 )  # fmt: skip
-SHORT = size(128, 4, 200, 2e-3)  # 13 million tokens and 0.8 million weights: a table of 45 runs in some four minutes
+SHORT = size(128, 4, 200, 1e-3, 2e-3, 5e-3, tries=100)  # 13 million tokens and 0.8 million weights
 LARGER = {"gpu-10m": size(384, 6, 3240, 2e-3), "gpu-25m": size(512, 8, 7500, 1e-3)}
 
 EXPERIMENT = Experiment(
     title="Every pair, on real text",
     question=(
         "Does what helps a recurrence help its dual? Nine pairs in equal layers (QK-norm, shift of keys and values, "
-        "output norm and gate), at three sizes and about 20 tokens a weight, on the Python sources of packages with a "
+        "output norm and gate), at four sizes and about 20 tokens a weight, on the Python sources of packages with a "
         "tokenizer of their own, in a context of 4096 tokens; the learning rate of each is searched at the smallest "
         "size. Gates are those of the papers and begin as there; scalar ones also begin open, with one gate on both "
         "sides. A gain is the loss that a part takes from the model with neither gate nor transition on the same side."
@@ -83,6 +83,7 @@ EXPERIMENT = Experiment(
     options={"block": "pro"},
     sizes={
         "gpu": size(256, 4, 950, 2e-3, 5e-3, 1e-2, tries=120),
+        "gpu-1m": SHORT,
         **LARGER,
         "gpu-rehearsal": size(256, 4, 20, 5e-3),
         "cpu": CPU,

@@ -47,10 +47,10 @@ def evaluate(
     """Measure a model.
 
     RUN_OR_MODEL is a run, a model folder of Hugging Face's layout (one that export or import wrote, or of another
-    library that import takes), or the name of a built-in configuration or preset, whose weights are then fresh. NAME is
-    an evaluation (--list) or a task (`attnzoo data list`), whose questions are asked: at every place where something is
-    asked the likeliest token is taken. Rows are drawn apart from those of training; texts are held out. A FILE.py is
-    one that registers variants of your own.
+    library that import takes), or the name of a small trained model such as fox-small, or of a built-in configuration
+    or preset, whose weights are then fresh. NAME is an evaluation (--list) or a task (`attnzoo data list`), whose
+    questions are asked: at every place where something is asked the likeliest token is taken. Rows are drawn apart from
+    those of training; texts are held out. A FILE.py is one that registers variants of your own.
     """
     import sys
     from datetime import timedelta

@@ -40,8 +40,9 @@ from attnzoo.trained.commands import budget_option, device_option, dtype_option,
 def serve(source: Path, engine: str, host: str, port: int, **options: Any) -> None:
     """Serve a model over HTTP, by OpenAI's interface.
 
-    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. There are /v1/completions, also streamed,
-    /v1/chat/completions where the tokenizer has a chat template, /v1/models and /health. Ctrl-C ends it.
+    RUN_OR_FOLDER is a run, a model folder that export or import wrote, or a small trained model such as fox-small.
+    There are /v1/completions, also streamed, /v1/chat/completions where the tokenizer has a chat template, /v1/models
+    and /health. Ctrl-C ends it.
     """
     from attnzoo.trained.serving.server import Serving
 
