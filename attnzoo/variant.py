@@ -115,6 +115,13 @@ class Variant:
         return self.side == "softmax" and "log_decay" in self.requires and not self.expands
 
     @property
+    def truncates(self) -> bool:
+        """Whether Adaptive Computation Pruning leaves out states: a recurrence whose chunk kernels do, by its scalar
+        decay."""
+        honoured = getattr(getattr(self.form_set, "kernels", {}).get("triton"), "honours", None) or ()
+        return self.side == "linear" and "log_decay" in self.requires and "prune" in honoured
+
+    @property
     def expands(self) -> bool:
         """Whether its transition may make a vector longer."""
         made = getattr(getattr(self.form_set, "transition", None), "expands", False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import (
     ClosedForm,
     Decay,
@@ -22,10 +23,11 @@ from attnzoo.algebra.transitions import (
     decay_between,
     heads_first,
 )
+from attnzoo.algebra.truncation import carried_states
 from attnzoo.algebra.values import readable
 from attnzoo.forms.caches.inplace import BatchRows, MatrixMemory
 from attnzoo.forms.caches.state import RecurrentState
-from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
+from attnzoo.forms.options import LinearOptions, check_linear, check_prune, existing, separated
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Forms
 
@@ -76,14 +78,15 @@ class LinearForms(Forms):
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """The output ``(scores * exp(d)) v`` with one T x T matrix per head."""
-        ready = prepared(q, k, v, gate, self._checked(q, k, v, gate, options))
-        return self._blockwise(*ready, None, size=q.shape[1])[0]
+        q, k, v, gate, dtype, scale = prepared(q, k, v, gate, self._checked(q, k, v, gate, options))
+        return self._blockwise(q, k, v, gate, scale, None, size=q.shape[1])[0].to(dtype)
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """The output by chunks of ``chunk_size`` tokens: quadratic inside, recurrent across them."""
         return self.whole(REFERENCE, q, k, v, gate, self._checked(q, k, v, gate, options))
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> None:
+        check_prune(options.prune, gate, self.transition)
         check_linear(options, q, k, gate)
         self.transition.check(gate)
 
@@ -97,14 +100,17 @@ class LinearForms(Forms):
             return cast(Tensor, super().whole(form, q, k, v, gate, options))
         if options.cu_seqlens is not None and readable(options.cu_seqlens):
             return cast(Tensor, in_rows(partial(self.whole, form), q, k, v, gate, options))
-        return self._chunked(*prepared(q, k, v, gate, options), None)[0]
+        return self._chunked(*prepared(q, k, v, gate, options), None, prune=options.prune)[0]
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, options: LinearOptions
     ) -> tuple[Tensor, RecurrentState]:
         past, seen = (None, 0) if state is None else (state.matrix, len(state))
         ready = prepared(q, k, v, gate, options)
-        o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past, keeps_state=True)
+        if q.shape[1] == 1:
+            o, matrix = self._recur(*ready, past)
+        else:
+            o, matrix = self._chunked(*ready, past, keeps_state=True, prune=options.prune)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
     def in_place(
@@ -143,25 +149,26 @@ class LinearForms(Forms):
 
     def _chunked(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None,
-        keeps_state: bool = False,
+        keeps_state: bool = False, prune: Prune | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         T, outputs = q.shape[1], []
-        stride, longest = SEGMENT if q.is_cpu else T, min(CHUNK, self.chunk_size)
+        stride, longest = SEGMENT if q.is_cpu and prune is None else T, min(CHUNK, self.chunk_size)
         if stride >= T:
             size = longest if longest < T else T
-            return self._blockwise(q, k, v, gate, dtype, scale, state, size, keeps_state)
+            o, state = self._blockwise(q, k, v, gate, scale, state, size, keeps_state, prune)
+            return o.to(dtype), state
         for a in range(0, T, stride):
             # no min(T, ...): as a symbol in every shape it doubles the time of compiling
             b = a + stride if a + stride < T else T
             size = longest if b - a > longest else b - a
             segment = q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)
-            o, state = self._blockwise(*segment, dtype, scale, state, size, keeps_state or b < T)
-            outputs.append(o)
+            o, state = self._blockwise(*segment, scale, state, size, keeps_state or b < T)
+            outputs.append(o.to(dtype))
         return torch.cat(outputs, 1), state
 
     def _blockwise(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None,
-        size: int, keeps_state: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float, state: Tensor | None, size: int,
+        keeps_state: bool = False, prune: Prune | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         T = q.shape[1]
         q, k, v, local = self._heads_first(q, k, v, gate)
@@ -175,23 +182,34 @@ class LinearForms(Forms):
             block = self.transition.block(q, k, local)
             scores, decay = block.scores.tril_(), None if g is None else block_decay(g)
             o = (scores if decay is None else scores * decay.between.exp()) @ v
-            starts, state = self._states(block, v, decay, self._state(q, v, state))
+            starts, state = self._states(block, v, decay, self._state(q, v, state), prune)
             block_q = block.q if decay is None else block.q * decay.entry.exp()[..., None]
             o = o.add_(block_q @ starts)  # in place, as new memory is slow
         o = o.mul_(scale)
-        return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), state
+        return o.flatten(2, 3)[:, :, :T].transpose(1, 2), state
 
-    def _states(self, block: ClosedForm, v: Tensor, decay: Decay | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(
+        self, block: ClosedForm, v: Tensor, decay: Decay | None, S: Tensor, prune: Prune | None
+    ) -> tuple[Tensor, Tensor]:
         """The state before each block, ``[B, H, N, K, V]``, and the state after the last."""
         keys = block.k if decay is None else block.k * decay.exit.exp()[..., None]
-        decays = None if decay is None else decay.total.exp()[..., None, None].unbind(2)
-        totals = None if block.total is None else block.total.unbind(2)
+        updates = keys.mT @ v
+        decays = None if decay is None else decay.total.exp()[..., None, None]
+        if prune is not None:
+
+            def advance(S: Tensor, n: int) -> Tensor:
+                total = None if block.total is None else block.total[:, :, n:]
+                return cast(Tensor, decays)[:, :, n:] * self.transition.carry(total, S)
+
+            states = carried_states(advance, cast(Decay, decay), updates, S, prune.eps)
+            return states[:, :, :-1], states[:, :, -1]
+        falls, totals = (None if x is None else x.unbind(2) for x in (decays, block.total))
         starts = []
-        for n, update in enumerate((keys.mT @ v).unbind(2)):
+        for n, update in enumerate(updates.unbind(2)):
             starts.append(S)
             if totals is not None:
                 S = self.transition.carry(totals[n], S)
-            if decays is not None:
-                S = decays[n] * S
+            if falls is not None:
+                S = falls[n] * S
             S = S + update
         return torch.stack(starts, 2), S

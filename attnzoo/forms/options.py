@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.transitions import Transition
 from attnzoo.algebra.validation import check_dense, check_flag, check_scale, check_window
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.options import AttentionOptions
@@ -51,6 +52,8 @@ class LinearOptions(Options):
         write: ``[B, T, G]`` or ``[B, T, H]``, how strongly a token writes: ``v_t`` becomes ``write_t v_t``.
         delta_rule: the delta rule proper, ``S_t = S_{t-1} A_t + beta_t v_t k_t^T`` with ``w = k``: beta is the write
             strength as well, and ``gate.w`` must hold k itself. For gates with w and beta.
+        prune: leave out what states carry from chunk to chunk where the gates certify that its weights ``exp(d_tj)``
+            sum to at most ``prune.eps`` in every row, and in gradients in every column. Needs a scalar decay.
     """
 
     scale: float | None = None
@@ -58,6 +61,7 @@ class LinearOptions(Options):
     cu_seqlens: Tensor | None = None
     write: Tensor | None = None
     delta_rule: bool = False
+    prune: Prune | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +114,8 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
         ValueError: a wrong shape, device or value.
     """
     check_borders(options.cu_seqlens, q)
+    if isinstance(options.prune, Prune) and options.prune.bound != "tail":
+        raise ValueError(f"prune: expected bound='tail' (a state's weights are summed), got {options.prune!r}")
     B, T, H, G = *q.shape[:3], k.shape[2]
     write = options.write
     check_flag("delta_rule", options.delta_rule)
@@ -144,10 +150,6 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
     """
     check_borders(options.cu_seqlens, q)
     prune, H = options.prune, q.shape[2]
-    if prune is not None and not isinstance(prune, Prune):
-        raise TypeError(f"prune: expected attnzoo.Prune(eps=...) or None, got {prune!r}")
-    if prune is not None and gate.log_decay is None:
-        raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
     if options.logit_bound is not None and prune is None:
         got = type(options.logit_bound).__name__
         raise ValueError(f"logit_bound: expected None without prune (nothing else reads it), got {got}")
@@ -167,6 +169,21 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
             raise ValueError(f"sink: expected logits below infinity, got {options.sink.tolist()}")
         if options.logit_bound is not None and not bool((options.logit_bound >= 0).all()):
             raise ValueError(f"logit_bound: expected bounds of 0 or more, got {options.logit_bound.tolist()}")
+
+
+def check_prune(prune: Prune | None, gate: Gate, transition: Transition) -> None:
+    """``prune`` is None, or a :class:`Prune` with what it is certified by.
+
+    Raises:
+        TypeError: another object.
+        ValueError: no scalar decay, or a transition that may make vectors longer.
+    """
+    if prune is not None and not isinstance(prune, Prune):
+        raise TypeError(f"prune: expected attnzoo.Prune(eps=...) or None, got {prune!r}")
+    if prune is not None and gate.log_decay is None:
+        raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
+    if prune is not None and (transition.expands or gate.expands):
+        raise ValueError(f"prune: expected None ({type(transition).__name__} makes vectors longer), got {prune!r}")
 
 
 def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:

@@ -18,7 +18,7 @@ from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.state import KVCache, append, append_valid, check_copy
 from attnzoo.forms.caches.stores import CarriedKeys, KeyStore
-from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
+from attnzoo.forms.options import SoftmaxOptions, check_prune, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
@@ -76,11 +76,9 @@ class SoftmaxForms(Forms):
         return self._output(*joined(rows), given, v.dtype)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> None:
+        check_prune(options.prune, gate, self.transition)
         check_softmax(options, q, gate)
         self.transition.check(gate)
-        if options.prune is not None and (self.transition.expands or gate.expands):
-            name = type(self.transition).__name__
-            raise ValueError(f"prune: expected None ({name} makes vectors longer), got {options.prune!r}")
 
     def whole(self, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> Output:
         if form in self.kernels:

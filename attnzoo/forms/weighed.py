@@ -74,6 +74,7 @@ class ReadoutForms(Forms):
 
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = LinearOptions
+    OF_KERNELS = ("prune",)
     transition: Transition
     readout: Readout
 
@@ -106,6 +107,8 @@ class ReadoutForms(Forms):
         return torch.cat(outputs, 1)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> None:
+        if options.prune is not None:
+            raise ValueError(f"prune: expected None ({self.readout.unpruned}), got {options.prune!r}")
         check_linear(options, q, k, gate)
         self.transition.check(gate)
 

@@ -287,7 +287,7 @@ class Attention(NoticedStarts):
     def _core(self, projected: Projected, stream: Stream) -> tuple[Tensor, Any]:
         """The core's output ``[B, T, H, V]`` and the state after the call."""
         q, gate, cache = projected.q, projected.gate, stream.cache
-        bound = None if self.prune is None else self._bound(cache, q.dtype)
+        bound = None if self.prune is None or self.variant.side == "linear" else self._bound(cache, q.dtype)
         options = self._options(projected.write, stream.valid, stream.cu_seqlens, bound)
         if self.forget is not None and cache is None:  # asked before the form is chosen, as not every form has it
             options = replace(options, return_lse=True)  # type: ignore[type-var]
@@ -382,7 +382,7 @@ class Attention(NoticedStarts):
             )  # fmt: skip
         if isinstance(write, str):
             return LinearOptions(self.scale, valid, cu_seqlens, delta_rule=True)
-        return LinearOptions(self.scale, valid, cu_seqlens, write)
+        return LinearOptions(self.scale, valid, cu_seqlens, write, prune=self.prune)
 
     def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
         """The layer's output ``[B, T, D]`` from the core's, ``[B, T, H, V]``."""

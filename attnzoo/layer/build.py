@@ -38,7 +38,8 @@ def build_attention(
             recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
             (``gla`` and its dual alone). Keys of the delta rule must have unit length and keep their L2 norm in every
             block.
-        acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
+        acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`. On the linear side,
+            states that are certified to weigh so little are not carried on.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"``, ``"sdpa"`` or ``"reference"``; an explicit choice never
             falls back.
         forgetting: options of One-Pass Forgetting, an :class:`~attnzoo.Forgetting`; for the softmax side. None: without

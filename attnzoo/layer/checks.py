@@ -16,6 +16,7 @@ from attnzoo.layer.dispatch import IMPLS
 from attnzoo.layer.gates import GateProjection, gate_classes
 from attnzoo.layer.gates.angles import Mamba3Decay
 from attnzoo.layer.gates.matrix import checked_factors
+from attnzoo.pair import Side
 from attnzoo.registry import get, list_variants
 from attnzoo.variant import Variant
 
@@ -48,16 +49,19 @@ def _check_parts(
         ValueError: missing or surplus gate parts, options of the other side, or options of keys where the gate makes
             the keys.
     """
-    if prune is not None and not variant.prunable:
-        able = _able(lambda other: other.prunable)
+    if prune is not None and not (variant.prunable or variant.truncates):
+        linear = variant.side == "linear"
+        able = _able(lambda other: other.truncates if linear else other.prunable, variant.side)
         why = "has no scalar decay to certify pruning by"
         if variant.expands:
             why = "makes vectors longer, so nothing bounds what a key may weigh later"
-        if variant.side == "linear":
-            why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
+        elif linear and "log_decay" in variant.requires:
+            why = "has no kernel that leaves out what states carry"
         if variant.readout is not None:
             why = f"is not pruned: {variant.readout.unpruned}"
         raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
+    if prune is not None and variant.truncates and prune.bound != "tail":
+        raise ValueError(f"acp: expected bound='tail' (a state's weights are summed), got {prune!r}")
     provided = {part for cls in classes for part in cls.provides}
     if provided != set(variant.requires):
         raise ValueError(
@@ -199,10 +203,10 @@ def evicts(variant: Variant, config: AttentionConfig) -> bool:
     return (variant.prunable or config.window is not None) and _has_pages(variant)
 
 
-def _able(serves: Callable[[Variant], bool]) -> str:
-    """The names of the softmax variants for which ``serves`` is true; plugins that cannot be imported are left out."""
+def _able(serves: Callable[[Variant], bool], side: Side = "softmax") -> str:
+    """The names of a side's variants for which ``serves`` is true; plugins that cannot be imported are left out."""
     found = []
-    for name in list_variants("softmax"):
+    for name in list_variants("linear" if side == "linear" else "softmax"):
         with suppress(UnavailableError, TypeError):
             found += [name] if serves(get(name)) else []
     return ", ".join(found)

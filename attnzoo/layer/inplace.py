@@ -85,7 +85,8 @@ class FixedCache:
             check_eight_bits(layer, memory, like)
         dtype, gives_up = like.dtype or torch.float32, like.evict is not None and not like.evict.offload
         longest = longer(layer.config.key_dim) if rows.eight_bits else 1.0  # that a key may become
-        bounded = None if layer.prune is None else lambda: _scaled(layer.logit_bound(dtype), longest)
+        prunes = layer.prune is not None and layer.variant.side != "linear"
+        bounded = (lambda: _scaled(layer.logit_bound(dtype), longest)) if prunes else None
         promised = (lambda: _promised(layer.query_bounds(dtype), longest)) if gives_up else None
         bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory, dtype)
         return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors
 from attnzoo.kernels.common.checks import check_inputs, kernels_unavailable
@@ -15,7 +16,7 @@ MOST_CHANNELS = 256
 
 def linear_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None, *,
-    scale: float | None = None, cu_seqlens: Tensor | None = None, keeps_state: bool = False,
+    scale: float | None = None, cu_seqlens: Tensor | None = None, keeps_state: bool = False, prune: Prune | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``S_t = exp(g_t) S_{t-1} + v_t k_t^T``, ``o_t = S_t (scale q_t)`` with its gradients, by chunks of 64 tokens.
 
@@ -32,6 +33,9 @@ def linear_chunks(
         scale: of the queries; default K ** -0.5.
         cu_seqlens: [N + 1] borders of sequences packed into one row (B = 1), without states.
         keeps_state: also return the state after the last token.
+        prune: where a sequence is split over several programs, leave out what is carried to a part from before it if
+            the gates certify that its weights sum to at most ``prune.eps`` in every row, and in gradients of k and v in
+            every column. None leaves out nothing.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the state [B, H, K, V] float32 or None.
@@ -49,6 +53,8 @@ def linear_chunks(
         raise ValueError(f"k: expected as many tokens as q (T={T}), got {tuple(k.shape)}")
     check_shapes({"state": (state, (B, H, K, V), torch.float32)}, strided=("state",))
     check_flag("keeps_state", keeps_state)
+    if prune is not None and (not isinstance(prune, Prune) or prune.bound != "tail" or log_decay is None):
+        raise ValueError(f"prune: expected None, or with log_decay attnzoo.Prune(eps=...), got {prune!r}")
     if cu_seqlens is not None and (state is not None or keeps_state):
         raise ValueError("cu_seqlens: expected None with a state (packed sequences have none), got borders")
     why = chunks_unavailable(q, v)
@@ -59,7 +65,8 @@ def linear_chunks(
     scale = K**-0.5 if scale is None else float(scale)
     if log_decay is not None and log_decay.ndim == 1:
         log_decay = log_decay.expand(B, T, H)
-    made = chunk_forward_op(ChunkInputs(q, k, v, log_decay, state, cu_seqlens, scale, keeps_state))
+    eps = 0.0 if prune is None else float(prune.eps)
+    made = chunk_forward_op(ChunkInputs(q, k, v, log_decay, state, cu_seqlens, scale, keeps_state, eps))
     return made.o, made.last
 
 

@@ -27,6 +27,7 @@ class ChunkInputs(NamedTuple):
     cu_seqlens: Some
     scale: float
     keeps_state: bool
+    eps: float = 0.0
 
 
 class ChunkOutputs(NamedTuple):
@@ -58,7 +59,7 @@ class ChunkGradients(NamedTuple):
 
 def _chunked(x: ChunkInputs, c: Some, since: Some) -> Chunked:
     q, k, v = (addressable(y) for y in x[:3])
-    return Chunked(q, k, v, None if c is None or since is None else ChunkGates(c, since), x.cu_seqlens, x.scale)
+    return Chunked(q, k, v, None if c is None or since is None else ChunkGates(c, since), x.cu_seqlens, x.scale, x.eps)
 
 
 def _gates(x: ChunkInputs) -> Some:

@@ -19,6 +19,7 @@ from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.gate_sums import HEADS, load_gates, maximum
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, power_of_2
+from attnzoo.kernels.linear.segments import left_before, needed, needed_by_others, spans, split
 
 CHUNK = 64  # tokens
 
@@ -91,27 +92,22 @@ def _within(p_c, p_since, o_t, GATED: tl.constexpr):
 
 @triton.jit
 def _scan(
-    p_x, p_y, p_c, p_since, p_states, p_first, p_last, stride_x, stride_y, begin, end, T, scale, o_k, o_v,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    BACK: tl.constexpr, PRECISION: tl.constexpr,
+    b_s, p_x, p_y, p_c, p_since, p_states, stride_x, stride_y, i_from, i_until, T, scale, o_k, o_v, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STORE: tl.constexpr, BACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the states before the chunks of tokens begin to end; with BACK, of the gradients of those after."""
+    """A tile of the state after some chunks, from that before them; with BACK of its gradient before them, from that
+    after. With STORE also what each of them starts from."""
     o_t, m_k, m_v = tl.arange(0, C), o_k < K, o_v < V
     o_s = o_k[:, None] * V + o_v[None, :]
     m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.zeros([o_k.shape[0], o_v.shape[0]], tl.float32)
-    if FIRST:
-        b_s += tl.load(p_first + o_s, mask=m_s, other=0.0).to(tl.float32)
-    i_begin = begin // C
-    n = tl.where(end > begin, tl.cdiv(end, C) - i_begin, 0)
-    for i in range(n):
-        i_n = i_begin + i
-        m_own = i_n * C >= begin  # what a chunk gets is stored by the sequence that it comes from
+    for i in range(i_until - i_from):
+        i_n = i_from + i
         if BACK:
-            i_n = i_begin + n - 1 - i
-            m_own = tl.minimum((i_n + 1) * C, T) <= end
+            i_n = i_until - 1 - i
         i_n = i_n.to(tl.int64)
-        tl.store(p_states + i_n * K * V + o_s, b_s.to(p_states.dtype.element_ty), mask=m_s & m_own)
+        if STORE:
+            tl.store(p_states + i_n * K * V + o_s, b_s.to(p_states.dtype.element_ty), mask=m_s)
         m_t = i_n * C + o_t < T
         p_tx, p_ty = p_x + i_n * C * stride_x, p_y + i_n * C * stride_y
         b_x = tl.load(p_tx + o_t[None, :] * stride_x + o_k[:, None], mask=m_k[:, None] & m_t[None, :], other=0.0)
@@ -125,40 +121,73 @@ def _scan(
         elif BACK:
             b_x = (b_x * scale).to(b_y.dtype)
         b_s += tl.dot(b_x, b_y, input_precision=PRECISION)
-    if LAST:
-        tl.store(p_last + o_s, b_s, mask=m_s)
+    return b_s
+
+
+@triton.jit
+def _segment(
+    p_x, p_y, p_c, p_since, p_states, p_first, p_last, p_parts, p_from, p_until, p_left, stride_x, stride_y, i_s, S, L,
+    T, NC, scale, o_k, o_v, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the states before the chunks of a segment; with BACK, of the gradients of those after. With PARTS, of
+    what the segment alone leaves to the others."""
+    o_s = o_k[:, None] * V + o_v[None, :]
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    b_s = tl.zeros([o_k.shape[0], o_v.shape[0]], tl.float32)
+    i_a, i_b = tl.minimum(i_s * L, NC), tl.minimum((i_s + 1) * L, NC)
+    if PARTS:
+        i_a, i_b = needed_by_others(p_from, p_until, i_a, i_b, i_s, S, GATED, BACK)
+    else:
+        m_first = m_s
+        if SPLIT:
+            i_need = needed(p_from, p_until, i_s, S, NC, GATED, BACK)
+            m_first &= i_need == (NC if BACK else 0)
+        if FIRST:
+            b_s += tl.load(p_first + o_s, mask=m_first, other=0.0).to(tl.float32)
+        if SPLIT:
+            b_s = left_before(b_s, p_parts, p_left, i_s, i_need, L, o_s, m_s, K * V, GATED, BACK)
+    b_s = _scan(b_s, p_x, p_y, p_c, p_since, p_states, stride_x, stride_y, i_a, i_b, T, scale, o_k, o_v, K, V, C, GATED,
+                not PARTS, BACK, PRECISION)  # fmt: skip
+    if PARTS:
+        tl.store(p_parts + i_s.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
+    elif LAST:
+        tl.store(p_last + o_s, b_s, mask=m_s & (i_s == (0 if BACK else S - 1)))
 
 
 @launched
-@triton.jit(do_not_specialize=["T", "NC"])
+@triton.jit(do_not_specialize=["T", "NC", "S", "L"])
 def chunk_states_kernel(
-    p_k, p_v, p_q, p_do, p_c, p_since, p_cu, p_h, p_dh, p_first, p_last, p_dlast, p_dfirst, T, NC, scale,
-    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_qb, stride_qt, stride_qh,
-    stride_db, stride_dt, stride_dh,
+    p_k, p_v, p_q, p_do, p_c, p_since, p_h, p_dh, p_first, p_last, p_dlast, p_dfirst, p_parts, p_dparts, p_from,
+    p_until, p_left, T, NC, S, L, scale, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_qb,
+    stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    DLAST: tl.constexpr, DFIRST: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, DLAST: tl.constexpr,
+    DFIRST: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """States before each chunk, and (programs of axis 2 after the first) gradients of those after each."""
-    i_nh, i_s = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_nh // H).to(tl.int64), (i_nh % H).to(tl.int64)
-    o_k, o_v = i_s // tl.cdiv(V, BV) * BK + tl.arange(0, BK), i_s % tl.cdiv(V, BV) * BV + tl.arange(0, BV)
-    begin, end = T - T, T
-    if PACKED:
-        begin, end = tl.load(p_cu + i_b).to(tl.int32), tl.load(p_cu + i_b + 1).to(tl.int32)
-        i_b = i_b - i_b
-    i_bh, i_g = i_b * H + i_h, i_h // (H // G)
+    """States before each chunk, and (programs of axis 2 after the first) gradients of those after each. With PARTS what
+    each segment of S, of L chunks each, leaves to the others of them."""
+    i_s, i_bh, i_tile = tl.program_id(0) % S, (tl.program_id(0) // S).to(tl.int64), tl.program_id(1)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k, o_v = i_tile // tl.cdiv(V, BV) * BK + tl.arange(0, BK), i_tile % tl.cdiv(V, BV) * BV + tl.arange(0, BV)
+    i_g = i_h // (H // G)
     p_c += i_bh * NC * C
     p_since += i_bh * NC * C
+    p_from += i_bh * S
+    p_until += i_bh * S
+    p_left += i_bh * S
     o_states, o_state = i_bh * NC * K * V, i_bh * K * V
     if tl.program_id(2) == 0:
-        _scan(p_k + i_b * stride_kb + i_g * stride_kh, p_v + i_b * stride_vb + i_g * stride_vh, p_c, p_since,
-              p_h + o_states, p_first + o_state, p_last + o_state, stride_kt, stride_vt, begin, end, T, scale, o_k, o_v,
-              K, V, C, GATED, FIRST, LAST, False, PRECISION)  # fmt: skip
+        _segment(p_k + i_b * stride_kb + i_g * stride_kh, p_v + i_b * stride_vb + i_g * stride_vh, p_c, p_since,
+                 p_h + o_states, p_first + o_state, p_last + o_state, p_parts + S * o_state, p_from, p_until, p_left,
+                 stride_kt, stride_vt, i_s, S, L, T, NC, scale, o_k, o_v, K, V, C, GATED, FIRST, LAST, False, PARTS,
+                 SPLIT, PRECISION)  # fmt: skip
     else:
-        _scan(p_q + i_b * stride_qb + i_h * stride_qh, p_do + i_b * stride_db + i_h * stride_dh, p_c, p_since,
-              p_dh + o_states, p_dlast + o_state, p_dfirst + o_state, stride_qt, stride_dt, begin, end, T, scale, o_k,
-              o_v, K, V, C, GATED, DLAST, DFIRST, True, PRECISION)  # fmt: skip
+        _segment(p_q + i_b * stride_qb + i_h * stride_qh, p_do + i_b * stride_db + i_h * stride_dh, p_c, p_since,
+                 p_dh + o_states, p_dlast + o_state, p_dfirst + o_state, p_dparts + S * o_state, p_from, p_until,
+                 p_left, stride_qt, stride_dt, i_s, S, L, T, NC, scale, o_k, o_v, K, V, C, GATED, DLAST, DFIRST, True,
+                 PARTS, SPLIT, PRECISION)  # fmt: skip
 
 
 @launched
@@ -325,7 +354,8 @@ def chunk_gates(log_decay: Tensor, cu_seqlens: Tensor | None) -> ChunkGates:
 
 
 class Chunked(NamedTuple):
-    """What all launches of a call read: q, k, v, their gates, the borders of packed sequences, the scale."""
+    """What all launches of a call read: q, k, v, their gates, the borders of packed sequences, the scale, and the
+    weight that segments may leave out."""
 
     q: Tensor
     k: Tensor
@@ -333,6 +363,7 @@ class Chunked(NamedTuple):
     gates: ChunkGates | None
     cu_seqlens: Tensor | None
     scale: float
+    eps: float = 0.0
 
     @property
     def shape(self) -> dict[str, object]:
@@ -359,20 +390,24 @@ def states(
     """The states before the chunks [B, H, chunks, K, V], and with do the gradients of those after; fills last and
     dfirst."""
     (B, T, H, K), V = x.q.shape, x.v.shape[3]
-    NC = cdiv(T, CHUNK)
+    NC, ways = cdiv(T, CHUNK), 1 if do is None else 2
     h = x.q.new_empty((B, H, NC, K, V), dtype=x.state_dtype)
     dh = h if do is None else torch.empty_like(h)
-    c, since = x.gates or (h, h)
     tiles = TILES["states"].launch(x.q, x.v)
-    packed = x.cu_seqlens is not None
-    many = B if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    programs = cdiv(K, tiles["BK"]) * cdiv(V, tiles["BV"])
+    parts = split(B * H * programs * ways, NC, x.q.device, x.eps > 0 or x.cu_seqlens is not None)
+    many, c, since = parts.many, *(x.gates or (h, h))
+    if many > 1 and x.gates is not None:
+        parts = spans(parts, *x.gates, CHUNK, x.eps, first is not None, dlast is not None)
+    left = [x.q.new_empty((B, H, many, K, V), dtype=torch.float32) if many > 1 else h for _ in range(ways)]
     d = x.v if do is None else do
-    chunk_states_kernel[(many * H, cdiv(K, tiles["BK"]) * cdiv(V, tiles["BV"]), 1 if do is None else 2)](
-        x.k, x.v, x.q, d, c, since, x.cu_seqlens if packed else h, h, dh, *(h if y is None else y for y in
-        (first, last, dlast, dfirst)), T, NC, x.scale, *x.k.stride()[:3], *x.v.stride()[:3], *x.q.stride()[:3],
-        *d.stride()[:3], **x.shape, **tiles, PACKED=packed, FIRST=first is not None, LAST=last is not None,
-        DLAST=dlast is not None, DFIRST=dfirst is not None,
-    )  # fmt: skip
+    for alone in (True, False) if many > 1 else (False,):
+        chunk_states_kernel[(B * H * many, programs, ways)](
+            x.k, x.v, x.q, d, c, since, h, dh, *(h if y is None else y for y in (first, last, dlast, dfirst, left[0],
+            left[-1], *parts[2:])), T, NC, many, parts.chunks, x.scale, *x.k.stride()[:3], *x.v.stride()[:3],
+            *x.q.stride()[:3], *d.stride()[:3], **x.shape, **tiles, FIRST=first is not None, LAST=last is not None,
+            DLAST=dlast is not None, DFIRST=dfirst is not None, PARTS=alone, SPLIT=many > 1,
+        )  # fmt: skip
     return h, dh
 
 

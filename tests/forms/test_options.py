@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -365,6 +366,20 @@ def test_bad_write_is_refused() -> None:
         get("mamba2").forms["chunk"](*random_inputs("mamba2"), delta_rule=True)
 
 
+def test_states_are_left_out_by_a_scalar_decay_alone() -> None:
+    for name, prune, message in (
+        ("gla", Prune(), "prune: expected None (nothing decays without log_decay)"),
+        ("mamba2", Prune(bound="paper"), "prune: expected bound='tail' (a state's weights are summed)"),
+    ):
+        for form in ("recurrent", "parallel", "chunk"):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                get(name).forms[form](*random_inputs(name), prune=prune)
+    with pytest.raises(TypeError, match="prune: expected attnzoo.Prune"):
+        get("mamba2").forms["chunk"](*random_inputs("mamba2"), prune=1e-3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prune'"):
+        get("log_linear_mamba2").forms["parallel"](*random_inputs("log_linear_mamba2"), prune=Prune())
+
+
 def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
     with pytest.raises(TypeError, match="'chunk' of 'mamba2' got an unexpected .* 'window': it takes scale"):
         get("mamba2").forms["chunk"](*random_inputs("mamba2"), window=3)
@@ -382,7 +397,7 @@ def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
     assert get("wall").options("parallel") == (
         "scale", "prune", "logit_bound", "window", "sink", "valid", "cu_seqlens", "return_lse", "softcap",
     )  # fmt: skip
-    assert get("gla").options("chunk") == ("scale", "valid", "cu_seqlens", "write", "delta_rule")
+    assert get("gla").options("chunk") == ("scale", "valid", "cu_seqlens", "write", "delta_rule", "prune")
     for form in ("paralel", "fla"):
         with pytest.raises(ValueError, match=f"unknown form '{form}' of 'wall': expected one of reference, recurrent"):
             get("wall").options(form)

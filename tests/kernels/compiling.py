@@ -38,7 +38,7 @@ from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
-from attnzoo.kernels.linear import chunk_api
+from attnzoo.kernels.linear import chunk_api, segments
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
@@ -104,6 +104,12 @@ def layer_parts(dtype: torch.dtype, K: int, mamba2: bool) -> list[Tensor]:
     if mamba2:
         ends.append(linear.written_values(y, torch.zeros(B, T, H).requires_grad_()))
     return [*ends, *(one for one in linear.log_decays(decays, steps=mamba2) if one is not None)]
+
+
+def split_chunks(x: Tensor, gates: Tensor) -> Tensor:
+    """A long sequence of few heads, whose segments run side by side."""
+    segments.multiprocessors = lambda device: 132
+    return linear.linear_chunks(x, x, x, gates, prune=Prune())[0]
 
 
 def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -252,6 +258,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"linear {kind} {K} factors step",
                 functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
             )
+            yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, x(1, 4096, 2, K), wide(1, 4096, 2))
             for V in (32, K):
                 yield (
                     f"linear {kind} {K} chunks of {V}",

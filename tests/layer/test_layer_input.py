@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers import D, H
 
-from attnzoo import build_attention, get
+from attnzoo import Prune, build_attention, get
 from attnzoo.config import ModelConfig
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
@@ -24,7 +24,9 @@ from attnzoo.models import LanguageModel
         ({"name": "fox", "gate": "forgot"}, r"unknown gate 'forgot'.*did you mean 'forget'"),
         ({"name": "fox", "gate": "delta"}, r"'fox' needs the parts.*log_decay.*'delta' provides"),
         ({"name": "rope", "acp": True}, r"acp: 'rope' has no scalar decay.*alibi, fox, path_fox"),
-        ({"name": "mamba2", "acp": True}, r"acp: 'mamba2' has no keys to prune.*dual is 'fox'.*alibi, fox, path_fox"),
+        ({"name": "gla", "acp": True}, r"acp: 'gla' has no scalar decay.*\(it serves retnet, mamba2, mamba3\)"),
+        ({"name": "gated_deltanet", "acp": True}, r"acp: 'gated_deltanet' has no kernel that leaves out what states"),
+        ({"name": "mamba2", "acp": Prune(bound="paper")}, r"acp: expected bound='tail'"),
         ({"name": "deltanet", "qk_norm": "rms"}, r"qk_norm: expected 'l2'"),
         ({"name": "fox", "hidden_size": 100}, r"hidden_size: expected a multiple of num_heads = 12"),
         ({"name": "fox", "num_kv_heads": 5}, r"num_kv_heads: expected a divisor of num_heads = 12, got 5"),

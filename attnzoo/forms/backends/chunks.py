@@ -29,7 +29,9 @@ def chunk_kernel(operation: Operation, *parts: str) -> Kernel:
 
     def by_chunks(call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
         heads = 1 if given.write is None else given.write.shape[2]
-        return operation(prepared(call, given, heads if shares else call.q.shape[2]))
+        ready = prepared(call, given, heads if shares else call.q.shape[2])
+        ready.options["prune"] = given.prune
+        return operation(ready)
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: LinearOptions) -> Tensor:
         """The output of the chunk kernels of a scalar decay (``attnzoo.kernels.linear``).
@@ -55,7 +57,7 @@ def chunk_kernel(operation: Operation, *parts: str) -> Kernel:
 
     return Kernel(
         run, go_on, refuses_chunks, explain_chunks, parts=frozenset(parts), doubts=doubts, steps_whole=True,
-        honours=(HONOURED | {"cu_seqlens"}) - {"delta_rule"},
+        honours=(HONOURED | {"cu_seqlens", "prune"}) - {"delta_rule"},
     )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def decay_chunks(x: Prepared) -> tuple[Tensor, Tensor | None]:
     g, given = x.gate.log_decay, x.options
     return linear_chunks(
         x.q, x.k, x.v, None if g is None else g.float(), given["initial_state"], scale=given["scale"],
-        cu_seqlens=given["cu_seqlens"], keeps_state=given["output_final_state"],
+        cu_seqlens=given["cu_seqlens"], keeps_state=given["output_final_state"], prune=given.get("prune"),
     )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def fla_kernel(operation: Operation) -> Kernel:
         seen = 0 if state is None else len(state)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
-    honours = frozenset(LinearOptions.__match_args__)
+    honours = frozenset(LinearOptions.__match_args__) - {"prune"}
     return Kernel(run, extend, fla_unavailable, explain=_explained, honours=honours)
 
 

@@ -53,5 +53,5 @@ def explain(call: Call) -> tuple[str, str]:
 
 
 PARTS_READ = frozenset({"log_decay", "log_diag", "angle", "w", "beta"})
-HONOURED = frozenset(LinearOptions.__match_args__) - {"cu_seqlens"}
+HONOURED = frozenset(LinearOptions.__match_args__) - {"cu_seqlens", "prune"}
 FEW_TOKENS = Kernel(run, extend, refuses, explain, brief=True, parts=PARTS_READ, honours=HONOURED, steps_whole=True)
