@@ -450,7 +450,9 @@ class Attention(NoticedStarts):
             q, k = rotate_all(phase, q, k)
         if self._factors > 1:
             k, v = by_factor(k, 2, self._factors), by_factor(v, 2, self._factors)
-        if config.num_qk_heads is not None:
+        if config.num_qk_heads == 1:  # views: kernels that take strides read the one head
+            q, k = q.expand(-1, -1, config.num_heads, -1), k.expand(-1, -1, config.num_heads, -1)
+        elif config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         if config.qk_bias:
             assert self.q_bias is not None

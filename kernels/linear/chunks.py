@@ -41,7 +41,7 @@ class ChunkTiles(NamedTuple):
         return {"BK": BK, "BV": min(64, BV) if exact else BV, "num_warps": self.warps, "num_stages": stages}
 
 
-TILES = {"states": ChunkTiles(64, 64, 4, 3), "output": ChunkTiles(64, 128, 4, 3), "backward": ChunkTiles(64, 64, 4, 2)}
+TILES = {"states": ChunkTiles(64, 64, 8, 3), "output": ChunkTiles(64, 128, 4, 3), "backward": ChunkTiles(64, 64, 4, 3)}
 
 
 @launched

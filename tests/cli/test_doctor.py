@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
 from attnzoo.forms.backends import fla
-from attnzoo.forms.backends.chunks import UNTRIED
 from attnzoo.kernels.common import device
 
 Pretend = Callable[..., doctor.Report]
@@ -35,7 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Pretend")
         monkeypatch.setattr(device, "triton_version", lambda: release)
         monkeypatch.setattr(fla, "INSTALLED", fla_installed)
-        some = ["fox", "path", "mamba2", "deltanet", "wall"]
+        some = ["fox", "path", "mamba2", "gated_deltanet", "deltanet", "wall"]
         monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else some)
         device.capability.cache_clear()
         try:
@@ -57,7 +56,7 @@ def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> No
         assert (training.form, training.kernels, training.why) == ("triton", "Gluon forward, Gluon backward", ())
     assert row(report, "fox", "cached step").kernels == "split-key forward"
     training = row(report, "mamba2", "training")
-    assert (training.form, training.why) == ("fla", (f"triton: {UNTRIED}",))
+    assert (training.form, training.kernels, training.why) == ("triton", "chunks", ())
     assert row(report, "wall", "cached step").kernels == "a step per token over all keys"
     assert "cuda:0: Pretend, compute capability 9.0" in report.text()
     assert report.parts == "short convolutions, norms and log decays of layers run on triton"
@@ -68,7 +67,8 @@ def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
     training = row(report, "fox", "training")
     assert training.kernels == "portable forward, portable backward"
     assert "expected Triton 3.6 to 3.9 for the Gluon kernels, got 3.5 (torch 2.10 and later bring one)" in training.why
-    assert "pip install 'attnzoo[fla]'" in row(report, "mamba2", "training").why[1]
+    assert "pip install 'attnzoo[fla]'" in row(report, "deltanet", "training").why[0]
+    assert row(report, "mamba2", "training").form == "triton"
     text = report.text()
     assert text.count("got 3.5") == 1  # a note, not a line of every row
     assert all(len(line) < 160 for line in text.splitlines())
@@ -77,10 +77,11 @@ def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
 def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "MISCOMPILING", "3.6.0")
     report = pretend((9, 0), (3, 6))
-    training = row(report, "mamba2", "training")
+    training = row(report, "gated_deltanet", "training")
     assert (training.form, training.kernels) == ("fla", "chunks, a decay per channel")
     assert training.why[-1].startswith("Triton 3.6.0 miscompiles flash-linear-attention's backward of a scalar decay")
-    assert row(report, "mamba2", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
+    assert row(report, "gated_deltanet", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
+    assert (row(report, "mamba2", "training").form, row(report, "mamba2", "training").why) == ("triton", ())
 
 
 def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

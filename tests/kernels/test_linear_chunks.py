@@ -130,8 +130,12 @@ def test_strided_inputs_and_one_head_for_all() -> None:
     q, k, v, g, _ = inputs_of(Shape(2, 66, 3, 3, 16, 16))
     laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g)]
     assert torch.equal(linear_chunks(*laid)[0], linear_chunks(q, k, v, g)[0])
-    seen = q[:, :, :1].expand(-1, -1, 3, -1)
-    assert torch.equal(linear_chunks(seen, k, v, g)[0], linear_chunks(seen.contiguous(), k, v, g)[0])
+    leaves = (q[:, :, :1], k[:, :, :1], v, g, None)
+    found = [
+        differentiated(lambda *x, lay=lay: linear_chunks(lay(x[0]), lay(x[1]), *x[2:]), leaves, v, None)
+        for lay in (lambda x: x.expand(-1, -1, 3, -1), lambda x: x.expand(-1, -1, 3, -1).contiguous())
+    ]
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 def test_the_form_trains_prefills_and_steps() -> None:

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnzoo.layer.dispatch
 from attnzoo import build_attention, get, list_variants
 from attnzoo.forms.backends import fla
-from attnzoo.forms.backends.chunks import UNTRIED
+from attnzoo.forms.backends.chunks import IN_FLOAT32
 from attnzoo.forms.caches.inplace import BatchRows
-from attnzoo.forms.protocol import Call, is_brief
+from attnzoo.forms.protocol import Call, doubts, is_brief
 from attnzoo.kernels.common.device import Machine
 from attnzoo.layer.inplace import FixedCache
 
@@ -71,24 +71,29 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(fla, "DEVICE", HERE)
     monkeypatch.setattr(fla, "INSTALLED", False)
-    attn = layer(name)
+    attn, ours = layer(name), not is_brief(get(name).form_set, "triton")
     for when in situations(attn, torch.float32):
-        assert f"(reference on {HERE})" in repr(attn), when
+        assert f"({'triton' if ours else 'reference'} on {HERE})" in repr(attn), when
         said = warnings_of(caplog)
-        ours = "" if is_brief(get(name).form_set, "triton") else f"triton: {UNTRIED}; "
-        assert said == [  # once
-            f"{name}: no kernel runs, and the reference is slower: {ours}fla: flash-linear-attention is not installed "
+        lost = [  # said once
+            f"{name}: no kernel runs, and the reference is slower: fla: flash-linear-attention is not installed "
             "(pip install 'attnzoo[fla]')"
         ]
+        assert said == ([] if ours else lost)
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", [name for name in LINEAR if not is_brief(get(name).form_set, "triton")])
-def test_kernels_that_no_gpu_has_run_are_there_for_who_asks(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    attn = layer(name, impl="triton")
-    for when in situations(attn, torch.float32):
-        assert f"'triton' (triton on {HERE})" in repr(attn), when
-    assert warnings_of(caplog) == [f"{name}: triton: {UNTRIED}"]
+def test_chunk_kernels_of_float32_are_there_for_who_asks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attnzoo.forms.backends.chunks, "fla_unavailable", lambda call: "")
+    attn = layer("mamba2", impl="triton")
+    attn(torch.randn(1, T, D, device=HERE))
+    assert f"'triton' (triton on {HERE})" in repr(attn)
+    assert warnings_of(caplog) == [f"mamba2: triton: {IN_FLOAT32}"]
+    for dtype, said in ((torch.float32, IN_FLOAT32), (torch.bfloat16, ""), (torch.float16, "")):
+        q = torch.zeros(1, T, 1, 16, dtype=dtype)
+        assert doubts(get("mamba2").form_set, "triton", Call(q, q, q, attnzoo.Gate())) == said
 
 
 @pytest.mark.usefixtures("gpu")
@@ -223,9 +228,9 @@ def test_cached_steps_run_on_the_fused_kernel(name: str, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_layer_runs_on_kernels_in_every_situation(name: str, caplog: pytest.LogCaptureFixture) -> None:
     dtype = torch.bfloat16 if HERE == "cuda" else torch.float16 if name in DELTA else torch.float32
-    attn = layer(name, dtype)
+    attn, brief = layer(name, dtype), is_brief(get(name).form_set, "triton")
     for when in situations(attn, dtype):
-        assert f"(fla on {HERE})" in repr(attn), when
+        assert f"({'fla' if brief or dtype == torch.float32 else 'triton'} on {HERE})" in repr(attn), when
     assert not [said for said in warnings_of(caplog) if "measures tiles" not in said and "miscompiles" not in said]
 
 

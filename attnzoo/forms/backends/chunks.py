@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends.fla import Operation, Prepared, prepared
+from attnzoo.forms.backends.fla import Operation, Prepared, fla_unavailable, prepared
 from attnzoo.forms.backends.recurrent import HONOURED, explain, extend, refuses
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Call, Kernel
 
-UNTRIED = "its chunk kernels have run in Triton's interpreter alone so far, not on a GPU (impl='triton' runs them)"
+IN_FLOAT32 = "its float32 was not timed beside flash-linear-attention's, of TF32 products (impl='triton' runs it)"
 
 
 def chunk_kernel(operation: Operation, *parts: str) -> Kernel:
@@ -89,8 +90,10 @@ def explain_chunks(call: Call) -> tuple[str, str]:
 
 
 def doubts(call: Call) -> str:
-    """The reason why ``auto`` does not take the chunk kernels, or "" for the fused recurrence."""
-    return "" if call.keeps_state and not refuses(call) else UNTRIED
+    """The reason why ``auto`` does not take the chunk kernels, or ""."""
+    if call.q.dtype != torch.float32 or "prune" in call.options or (call.keeps_state and not refuses(call)):
+        return ""
+    return "" if fla_unavailable(call) else IN_FLOAT32
 
 
 SCALAR_DECAY = chunk_kernel(decay_chunks, "log_decay")
