@@ -37,13 +37,25 @@ from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
+ROUNDING = 0.01  # of a sum of gates near ``none_above``, in log2 and far above what float32 loses there
+
 
 @launched
-@triton.jit(do_not_specialize=["R"])
-def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                    BR: tl.constexpr):  # fmt: skip
-    """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
+@triton.jit(do_not_specialize=["R", "NS"])
+def norm_max_kernel(p_x, p_max, p_base, R, NS, b_none, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr,
+                    BD: tl.constexpr, BR: tl.constexpr, REP: tl.constexpr):  # fmt: skip
+    """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0.
+
+    With REP query heads per head: not of heads whose query heads' sums of gates, p_base [B, H REP, NS + 1], all end
+    above b_none.
+    """
     i_bh, i_r = head_and_tile(tl.cdiv(R, BR))
+    if REP != 0:
+        b_least = tl.full([], float("inf"), tl.float64)
+        for i in range(REP):
+            b_least = tl.minimum(b_least, tl.load(p_base + (i_bh * REP + i).to(tl.int64) * (NS + 1) + NS))
+        if b_least > b_none:
+            return
     p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h + (i_r * BR).to(tl.int64) * stride_r
     b_x = load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
@@ -64,15 +76,24 @@ def norm_raise_kernel(p_x, p_old, p_new, R, stride_b, stride_r, stride_h, H: tl.
     tl.store(p_new + i_bh, b_max)
 
 
-def norm_max(x: Tensor, before: Tensor | None = None) -> Tensor:
-    """Largest |x|^2 of each head of x [B, R, H, D], last dim contiguous, and of those ``before``. # [B, H] float32"""
-    (B, R, H, D), strides = x.shape, x.stride()[:3]
+def norm_max(x: Tensor, before: Tensor | None = None, *, base: Tensor | None = None, none: float = 0.0) -> Tensor:
+    """Largest |x|^2 of each head of x [B, R, G, D], last dim contiguous, and of those ``before``. # [B, G] float32
+
+    Args:
+        base: [B, H, units + 1], sums of gates of ``gate_sums``: a head whose query heads' sums all end above ``none``
+            (``none_above``) stays 0.
+    """
+    (B, R, G, D), strides = x.shape, x.stride()[:3]
     if before is None:
-        longest = torch.zeros((B, H), dtype=torch.float32, device=x.device)
-        norm_max_kernel[(B * H * cdiv(R, 128),)](x, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=128)
+        longest = torch.zeros((B, G), dtype=torch.float32, device=x.device)
+        rep, units = (0, 0) if base is None else (base.shape[1] // G, base.shape[2] - 1)
+        norm_max_kernel[(B * G * cdiv(R, 128),)](
+            x, longest, longest if base is None else base, R, units, none + ROUNDING, *strides, H=G, D=D,
+            BD=head_block(D), BR=128, REP=rep,
+        )  # fmt: skip
         return longest
     longest = torch.empty_like(before)
-    norm_raise_kernel[(B * H,)](x, before, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=16)
+    norm_raise_kernel[(B * G,)](x, before, longest, R, *strides, H=G, D=D, BD=head_block(D), BR=16)
     return longest
 
 

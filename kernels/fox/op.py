@@ -18,6 +18,7 @@ from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind
 from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.plans import Plan, announce, launcher
+from attnzoo.kernels.common.pruning import norm_max
 from attnzoo.kernels.common.rows import (
     Attended,
     RowGates,
@@ -82,7 +83,7 @@ def row_gates(given: FoxOperands, valid: Some = None, *, search: bool = True) ->
 
 def _searched(given: FoxOperands) -> bool:
     """Whether attention looks for what pruning leaves out."""
-    return searched(given.k.shape[1], given.options.bound, machine(given.q.device))
+    return searched(given.q.shape, given.k.shape[1], given.options.bound, machine(given.q.device))
 
 
 def _later(a: Some, b: Tensor) -> Tensor:
@@ -145,7 +146,8 @@ def _kept_gates(given: FoxOperands, sums: KeptSums, valid: Some, splits_keys: bo
         first_visible = torch.maximum(first_visible, begins)
     c, base, start = sums.c, sums.base, None
     if _searched(given):
-        start = prune_starts(given, RowGates(c, base, first_visible), sums.tails, valid, sums.longest)
+        longest = norm_max(given.k) if sums.longest is None else sums.longest
+        start = prune_starts(given, RowGates(c, base, first_visible), sums.tails, valid, longest)
     if not splits_keys:
         units = (S + KEY_UNIT - 1) // KEY_UNIT
         c, base = c[..., : units * KEY_UNIT].contiguous(), base[..., : units + 1].contiguous()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ BACKWARD = {
     "hopper": f"{_HERE}.hopper.backward:fox_backward_hopper",
 }
 SEARCHED_FROM = 1536  # keys: of fewer, what pruning leaves out takes less time than the search for it
+SEARCHED_WORK = 4e10  # products (B H T S K) of whole texts: of fewer, launching takes longer than what is left out
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/log/fox.md), 16-bit inputs.
@@ -105,9 +108,17 @@ def few_rows(T: int, S: int, rep: int) -> bool:
     return T * rep <= SPLIT_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
 
 
-def searched(S: int, bound: str, machine: Machine) -> bool:
-    """Whether a call with this bound of ``Prune`` (or "") looks for what it may leave out; the interpreter always."""
-    return bool(bound) and (S >= SEARCHED_FROM or machine.capability == (0, 0))
+def searched(rows: Sequence[int], S: int, bound: str, machine: Machine) -> bool:
+    """Whether a call looks for what it may leave out; the interpreter always.
+
+    Args:
+        rows: the shape of q, [B, T, H, K].
+        S: number of keys.
+        bound: of ``Prune``, or "".
+        machine: see :func:`plan`.
+    """
+    enough = S >= SEARCHED_FROM and (rows[1] < ROW_UNIT or math.prod(rows) * S >= SEARCHED_WORK)
+    return bool(bound) and (enough or machine.capability == (0, 0))
 
 
 def heads_apart(T: int, rep: int, K: int, V: int, pruned: bool) -> bool:

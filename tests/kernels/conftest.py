@@ -32,3 +32,4 @@ def few_keys_are_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if torch.cuda.is_available():
         monkeypatch.setattr("attnzoo.kernels.fox.plan.SEARCHED_FROM", 0)
+        monkeypatch.setattr("attnzoo.kernels.fox.plan.SEARCHED_WORK", 0)

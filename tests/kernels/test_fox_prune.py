@@ -120,12 +120,21 @@ def test_the_references_boundaries_take_a_long_row_in_pieces() -> None:
     assert int(whole.max()) > 0
 
 
-def test_few_keys_are_not_searched_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_soon_computed_is_not_searched_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few keys; and few products, which a GPU has done before the host has launched the search."""
     monkeypatch.setattr(plan, "SEARCHED_FROM", 1536)
+    monkeypatch.setattr(plan, "SEARCHED_WORK", 4e10)
     gpu, interpreter = Machine((9, 0), (3, 6)), Machine((0, 0), (3, 6))
-    assert [plan.searched(S, "tail", gpu) for S in (512, 1535, 1536, 16384)] == [False, False, True, True]
-    assert plan.searched(64, "tail", interpreter)
-    assert not plan.searched(16384, "", gpu)
+    found = {
+        (B, T, H, S, K): plan.searched((B, T, H, K), S, "tail", gpu)
+        for B, T, H, S, K in (
+            (64, 1024, 12, 1024, 64), (16, 2048, 12, 2048, 64), (4, 2048, 12, 2048, 64), (8, 4096, 16, 4096, 128),
+            (1, 16384, 24, 16384, 64), (1, 2048, 4, 16384, 64), (1, 1, 12, 1535, 64), (1, 1, 12, 1536, 64),
+        )
+    }  # fmt: skip
+    assert list(found.values()) == [False, True, False, True, True, False, False, True]
+    assert plan.searched((1, 64, 2, 16), 64, "tail", interpreter)
+    assert not plan.searched((16, 16384, 12, 64), 16384, "", gpu)
 
 
 @pytest.mark.parametrize("gate", ["strong", "const"])
@@ -141,6 +150,22 @@ def test_what_is_not_searched_is_as_without_pruning(gate: str, monkeypatch: pyte
         assert torch.equal(got, plain[name])
     x = {name: y.detach() for name, y in x.items()}
     assert torch.equal(pruned(x["q"], x["k"], x["v"], log_decay=x["log_decay"]), plain["o"])
+
+
+def test_keys_of_heads_that_drop_nothing_are_not_measured() -> None:
+    """Key heads of which no query head closes enough; what the others drop stays the same."""
+    from attnzoo.kernels.common.gate_sums import gate_sums
+    from attnzoo.kernels.common.pruning import none_above, norm_max
+
+    x = inputs(Case(T=900, S=900, H=4, G=2, K=8), torch.float32)
+    x["log_decay"] = torch.full_like(x["log_decay"], -1e-3)
+    x["log_decay"][..., 3] = -0.05
+    _, base, *_ = gate_sums(x["log_decay"], None, 900)
+    found = norm_max(x["k"], base=base, none=none_above(Prune().log_eps, 512))
+    whole = norm_max(x["k"])
+    assert bool((found[:, 0] == 0).all())
+    assert torch.equal(found[:, 1], whole[:, 1])
+    assert bool((whole > 0).all())
 
 
 @pytest.mark.parametrize("at", [3, 350, 899])

@@ -116,7 +116,7 @@ def prune_starts(
             the T rows alone.
         tails: of ``gate_sums``, of a gate per token.
         valid: [B, S] bool, the keys that exist; the certificate holds for rows that see themselves.
-        longest: [B, G] float32, the largest |k|^2 of each key head, or None to measure it.
+        longest: [B, G] float32, the largest |k|^2 of each key head, or None to measure it, where sums have no room.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
@@ -126,7 +126,9 @@ def prune_starts(
     tail, gate, bound = options.bound == "tail", gate_kind(log_decay), options.logit_bound
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
-    longest = norm_max(k) if longest is None else longest
+    none = none_above(options.log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT)
+    if longest is None:
+        longest = norm_max(k, base=base if tail else None, none=none)
     of_rows = longest if tail else norm_max(q)
     NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
     first_visible = None if first_visible is None else first_visible[..., first_visible.shape[2] - T :]
@@ -138,8 +140,7 @@ def prune_starts(
     fox_prune_rows_kernel[(B * H * n_t,)](
         p_q, p_k, of_rows, longest, longest if bound is None else bound, longest if c is None else c,
         longest if base is None else base, log_decay, start if first_visible is None else first_visible, there, need, T,
-        S, NS, options.scale2, math.log2(S),
-        none_above(options.log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
+        S, NS, options.scale2, math.log2(S), none, *q.stride()[:3], *k.stride()[:3],
         *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, BK=head_block(K), RU=ROW_UNIT,
         KU=KEY_UNIT, BR=t.BT, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=bound is not None,
         HAS_SINCE=first_visible is not None, HAS_VALID=valid is not None, TMA=t.tma, PREC=dot_precision(q.dtype),
