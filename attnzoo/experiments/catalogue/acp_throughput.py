@@ -1,46 +1,65 @@
 """Training with and without pruning, by context: the headline of the paper on adaptive computation pruning."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, PACKAGES, size
-from attnzoo.experiments.claims import AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from dataclasses import replace
+
+from attnzoo.experiments.catalogue.pairs import PACKAGES, size
+from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
 
 PAPER = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
-FOX, ACP = "FoX (Pro)", "FoX (Pro), ACP"
-MODELS = {"3m": (256, 4, 950, 2e-3), "10m": (384, 6, 3240, 2e-3), "25m": (512, 8, 7500, 1e-3)}
+CONTEXTS = (4096, 8192, 16384)
+PRUNED = {"plain": {}, "ACP": {"acp": True}}
 
 
-def context(tokens: int, width: int, layers: int, steps: int, lr: float) -> Size:
-    """A size of `pairs` in another context, with as many tokens a step."""
-    return size(width, layers, steps, lr, settings=(f"data.context_length={tokens}", f"batch_size={65536 // tokens}"))
+def name_of(kind: str, tokens: int) -> str:
+    return f"{tokens // 1024}k, {kind}"
+
+
+def model(width: int, layers: int) -> Size:
+    """A size of `pairs`, 8 million tokens in each context, and fewer held-out ones."""
+    return replace(size(width, layers, 120, 2e-3, settings=("eval_tokens=131072",)), tokens=2**17)
 
 
 EXPERIMENT = Experiment(
     title="Training with pruning",
     question=(
-        "FoX (Pro) trained with and without pruning by certificate, at three sizes, each in contexts of 4096, 8192 and "
-        "16,384 tokens, with the gates that these runs learn: how fast, what is kept, and what it costs in loss. "
-        "Speeds compare where one model is trained at a time: with `--jobs 1`, on one GPU."
+        "FoX (Pro) trained with and without pruning by certificate, at three sizes (3, 10 and 25 million weights), in "
+        "contexts of 4096, 8192 and 16,384 tokens with as many tokens a step, with the gates that these runs learn in "
+        "120 steps: how fast, what is kept, and what it costs in loss. Speeds compare where each GPU trains one model "
+        "at a time: `--jobs` with the number of GPUs."
     ),
-    arms=(Arm(FOX, "fox"), Arm(ACP, "fox", {"acp": True})),
+    arms=tuple(
+        Arm(name_of(kind, T), "fox", options, settings=(f"data.context_length={T}", f"batch_size={65536 // T}"))
+        for T in CONTEXTS for kind, options in PRUNED.items()
+    ),
     settings=PACKAGES,
     options={"block": "pro"},
     sizes={
-        "cpu": CPU,
-        "gpu": context(4096, 256, 4, 240, 2e-3),  # a quarter of the tokens of gpu-3m-4k
-        **{
-            f"gpu-{name}-{tokens // 1024}k": context(tokens, *model)
-            for name, model in MODELS.items()
-            for tokens in (4096, 8192, 16384)
-        },
+        "cpu": Size(
+            settings=(
+                "steps=2", "data.source=stdlib", "log_every=1", "model={hidden_size: 32, num_layers: 2, num_heads: 2}",
+                "optimizer.warmup_steps=1", "eval_tokens=16384",
+            ),
+            lrs=(6e-3,), tokens=32768,
+        ),
+        "gpu": model(256, 4), "gpu-10m": model(384, 6), "gpu-25m": model(512, 8),
     },
     probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), PrunedLoss(length=1.0)),
     expectations=(
-        Expectation("Training is faster with pruning.", f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
-                    Below(Value(FOX, "training speed"), Value(ACP, "training speed"))),
+        *(Expectation(f"Training is faster with pruning in a context of {T} tokens.",
+                      f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
+                      Below(Value(name_of("plain", T), "training speed"), Value(name_of("ACP", T), "training speed")))
+          for T in CONTEXTS),
         Expectation("Pruning costs less than a fiftieth of a nat.", f"{PAPER}, Figure 3",
-                    Below(Value(ACP, "loss"), Value(FOX, "loss"), by=-0.02, paired=True)),
+                    All(tuple(Below(Value(name_of("ACP", T), "loss"), Value(name_of("plain", T), "loss"), by=-0.02,
+                                    paired=True) for T in CONTEXTS))),
         Expectation("It drops half of the blocks of the training context, or more.", f"{PAPER}, Figure 2",
-                    AtMost(Value(ACP, "blocks kept"), 0.5)),
+                    All(tuple(AtMost(Value(name_of("ACP", T), "blocks kept"), 0.5) for T in CONTEXTS))),
+    ),
+    grids=tuple(
+        Grid(title, tuple(PRUNED), tuple(f"{T} tokens" for T in CONTEXTS),
+             tuple(tuple(name_of(kind, T) for T in CONTEXTS) for kind in PRUNED), probe)
+        for title, probe in (("thousand tokens trained per second", "training speed"), ("loss", "loss"))
     ),
 )  # fmt: skip
