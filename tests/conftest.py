@@ -97,3 +97,9 @@ def forget_garbage() -> None:
     gc.collect()
     gc.freeze()
     _MODULES[0] = len(sys.modules)
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of PaTH's pages that become whole within a test's short texts."""
+    monkeypatch.setattr("attnzoo.forms.caches.path_pages.pool.GROUP", 2)

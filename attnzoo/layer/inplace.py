@@ -114,18 +114,12 @@ class FixedCache:
 
     def keep(self, kept: Tensor) -> None:
         """Keep the first ``kept[b]`` tokens of the last step for sequence b, and discard the others; ``[B]`` int64."""
-        if not self.memory.on_host:
-            self.memory.keep(kept)
+        self.memory.keep(kept)
         for name, full in self.ends.items():
             window = self.windows[name]
             index = kept[:, None] + torch.arange(window.shape[1], device=kept.device)
             window.copy_(full.gather(1, index[..., None].expand(window.shape)))
         self.ends = {}
-
-    def keep_on_host(self, kept: Tensor) -> None:
-        """The part of :meth:`keep` that waits for the device."""
-        if self.memory.on_host:
-            self.memory.keep(kept)
 
     def clear(self, row: int) -> None:
         """Free the row ``row``, whose sequence has ended."""

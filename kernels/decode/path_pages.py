@@ -50,10 +50,10 @@ def paged_path_step(
         q: [B, T, H, K], 1 <= T <= 16; v: [B, T, G, V]. Head dims are multiples of 16 up to 128.
         tokens: the rest of the new tokens.
         state: as before these tokens; changed, but for the table and the first pages. Keys of 16 bits are rounded once,
-            when their group is whole; float16 must hold them. Without ``groups.open`` they are float32.
+            when their group is whole; float16 must hold them.
         groups: products, changed.
         options: as ``paged_attention``.
-        carry: False leaves the last group as it is, for ``paged_path_carry``; for groups of several pages.
+        carry: False leaves the last group as it is, for ``paged_path_carry``.
 
     Returns:
         [B, T, H, V] in v's dtype; rows of tokens that a sequence does not get (``counts``) mean nothing.
@@ -78,8 +78,6 @@ def paged_path_step(
         "log_decay": (log_decay, (B, T, H), torch.float32), **shapes_of_gates(state, H),
         **shapes_of_options(options, H),
     }, strided=("q", "v", "log_decay"))  # fmt: skip
-    if not carry and groups.open is None:
-        raise ValueError("carry: expected True without open, got False")
     check_options(options, state)
     check_values(
         q, w=tokens.w, beta=tokens.beta, log_decay=log_decay, sink=options.sink, logit_bound=options.logit_bound
@@ -118,38 +116,24 @@ def paged_path_carry(tokens: PathTokens, state: PagedState, groups: PathGroups) 
 
 def _checked(tokens: PathTokens, state: PagedState, groups: PathGroups, others: dict[str, Tensor | None]) -> PathTokens:
     """The tokens, w and beta with an axis of factors; what is carried fits."""
-    (k, w, beta, _, count), (factor, opened, near) = tokens, groups
-    if (near is None) == (opened is None):
-        raise ValueError(f"open: expected near or open, got {'neither' if opened is None else 'both'}")
-    carried = {f"near_{name}": x for name, x in near._asdict().items()} if near is not None else {}
-    if opened is not None:
-        carried = {"open_keys": opened.keys, "open_factor": opened.factor, "base": opened.base}
-    named = {"w": w, "beta": beta, "factor": factor, **carried, "count": count, **others}
-    check_pages("k", k, state, named, ("k_norm", "w", "beta", "factor", *carried), mixed=True)
+    (k, w, beta, _, count), (factors, opened) = tokens, groups
+    carried = {"factors": factors, "open_keys": opened.keys, "open_factor": opened.factor, "base": opened.base}
+    named = {"w": w, "beta": beta, **carried, "count": count, **others}
+    check_pages("k", k, state, named, ("k_norm", "w", "beta", *carried), mixed=True)
     (keys, _, k_norm, _), (table, first, _), _ = state
-    (B, T, G, K), (P, PAGE, _), N = k.shape, keys.shape, table.shape[2]
+    (B, T, G, K), PAGE, N = k.shape, keys.shape[1], table.shape[2]
     each, int32, float32 = tuple(w.shape[3:-1])[:1], torch.int32, torch.float32  # the factors of a token
+    S = opened.keys.shape[2] if opened.keys.ndim == 4 else 0
+    if S < PAGE or S % PAGE:
+        raise ValueError(f"open_keys: expected [B, G, S, K], S a multiple of {PAGE}, got {tuple(opened.keys.shape)}")
     wanted: Shapes = {
         "k": (k, (B, T, table.shape[1], keys.shape[2]), None), "w": (w, (B, T, G, *each, K), None),
         "beta": (beta, (B, T, G, *each), None), "first": (first, (B, G), int32),
         "k_norm": (k_norm, (B, G, N), float32), "count": (count, (B,), int32),
+        "factors": (factors, (B, G, -(-N * PAGE // S), K, K), float32),
+        "open_keys": (opened.keys, (B, G, S, K), float32), "open_factor": (opened.factor, (B, G, K, K), float32),
+        "base": (opened.base, (B,), int32),
     }  # fmt: skip
-    if opened is None:
-        two = (B, G, 2 * PAGE)
-        wanted |= {"keys": (keys, (P, PAGE, K), float32), "factor": (factor, (P, K, K), float32)}
-        shapes = ((*two, K), (*two, *each, K), (*two, *each))
-        wanted |= {name: (x, shape, float32) for (name, x), shape in zip(carried.items(), shapes, strict=True)}
-    else:
-        S = opened.keys.shape[2] if opened.keys.ndim == 4 else 0
-        if S < PAGE or S % PAGE:
-            raise ValueError(
-                f"open_keys: expected [B, G, S, K], S a multiple of {PAGE}, got {tuple(opened.keys.shape)}"
-            )
-        wanted |= {
-            "factor": (factor, (B, G, -(-N * PAGE // S), K, K), float32),
-            "open_keys": (opened.keys, (B, G, S, K), float32), "open_factor": (opened.factor, (B, G, K, K), float32),
-            "base": (opened.base, (B,), int32),
-        }  # fmt: skip
     check_shapes(wanted, strided=("k", "w", "beta"))
     return tokens if each else tokens._replace(w=w[:, :, :, None], beta=beta[..., None])
 

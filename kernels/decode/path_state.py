@@ -25,7 +25,7 @@ class PathTokens(NamedTuple):
 
 
 class OpenGroup(NamedTuple):
-    """The group of several pages that is not whole, float32.
+    """The group of pages that is not whole, float32.
 
     Args:
         keys: [B, G, S, K], S a multiple of PAGE, as the last token left them.
@@ -39,26 +39,13 @@ class OpenGroup(NamedTuple):
     base: Tensor
 
 
-class NearKeys(NamedTuple):
-    """The last tokens as they came, float32, that of token t at t % (2 PAGE), where each page is a group.
-
-    Args:
-        k: [B, G, 2 PAGE, K]; w: the same; beta: [B, G, 2 PAGE]; with an axis of n factors where w has one.
-    """
-
-    k: Tensor
-    w: Tensor
-    beta: Tensor
-
-
 class PathGroups(NamedTuple):
-    """What carries the keys of groups of pages: ``open`` where these are several, ``near`` where each page is a group.
+    """What carries the keys of groups of pages.
 
     Args:
-        factor: transposed products of whole groups, float32: [B, G, M, K, K], M groups hold the table's N pages; where
-            each page is a group, [P, K, K].
+        factors: [B, G, M, K, K] float32, transposed products of whole groups; M groups hold the table's N pages.
+        open: the group that is not whole.
     """
 
-    factor: Tensor
-    open: OpenGroup | None = None
-    near: NearKeys | None = None
+    factors: Tensor
+    open: OpenGroup

@@ -14,6 +14,7 @@ from attnzoo.forms.caches.pages.page_table import CHUNK, PAGE
 from attnzoo.models import LanguageModel
 
 T = 300
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 def live(cache):
@@ -144,13 +145,18 @@ def test_rejected_tokens_are_taken_back(name):
 
 
 @torch.no_grad()
-def test_carried_keys_are_known_as_they_came_for_a_page_or_two():
+@pytest.mark.parametrize("tokens", [172, 2 * PAGE], ids=["recent", "whole groups"])
+def test_carried_keys_are_known_as_they_came_for_some_pages(tokens):
     attn, x = layer("path_fox", w_conv_size=0, qk_norm="rms"), rows(1, T)
-    cache = attn.new_cache(evict=1e-300)  # nothing goes
+    attn.k_shift = attn.v_shift = None
+    whole, cache = attn.new_cache(), attn.new_cache(evict=1e-300)  # nothing goes
     attn(x, cache=cache)
-    with pytest.raises(ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"):
-        cache.state.crop(191)
-    assert len(cache.state.crop(192)) == 192
+    with pytest.raises(ValueError, match=r"tokens: expected at least 172 \(earlier keys have been carried\), got 171"):
+        cache.state.crop(171)
+    cache.state = cache.state.crop(tokens)
+    cache.seen = torch.full_like(cache.seen, tokens)
+    attn(x[:, :tokens], cache=whole)
+    assert_same(*(attn(x[:, tokens:], cache=one) for one in (cache, whole)))
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

@@ -86,10 +86,7 @@ def test_no_later_row_loses_more_than_eps_where_keys_are_carried(kind: str) -> N
     q = Q * torch.stack(along[1:]).expand(2, 1, tokens, 4)
     of_all = {"log_decay": gates(kind)[:tokens, None], "w": w[:, None], "beta": torch.full((tokens, 1), 2.0).double()}
     gate = Gate(**{name: x.expand(2, *x.shape) for name, x in of_all.items()})
-    pool, whole = (
-        CarriedPool.of(PoolSizes(2, 1, 1, 4, 1), dtype=torch.float64, values=torch.float64, device="cpu", decays=True)
-        for _ in range(2)
-    )
+    pool, whole = (CarriedPool.empty(PoolSizes(2, 1, 1, 4, 1), dtype=torch.float64, group=1) for _ in range(2))
     lost = []
     for start in range(0, tokens, PAGE):
         pool.evict(LOG_EPS, BOUNDS)

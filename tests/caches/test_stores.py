@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_pool import KernelPool
 from torch import Tensor
 
-from attnzoo import Gate, KVCache, RecurrentState, get, oracle
+from attnzoo import KVCache, RecurrentState, get, oracle
 from attnzoo.forgetting.cache import ForgettingCache
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.pages.inplace import PagedMemory
-from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
 from attnzoo.forms.caches.pages.pool import KeyPool
-from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import State
-from attnzoo.forms.options import NOTHING_ASKED
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
 from attnzoo.testing import Inputs, relative_error
@@ -65,8 +63,8 @@ def made(paged: bool | None) -> Make:
     return lambda forms, state, rows: forms.in_place(state, rows, MOST, "cpu", paged)
 
 
-def grouped(forms: Any, state: Any, rows: BatchRows) -> Memory:
-    return PagedMemory.like(GroupedPool, state, rows, MOST, "cpu", forms.place)
+def on_a_gpu(forms: Any, state: Any, rows: BatchRows) -> Memory:
+    return PagedMemory.like(KernelPool, state, rows, MOST, "cpu", forms.place)
 
 
 def by_kernel(forms: Any, state: Any, rows: BatchRows) -> Memory:
@@ -81,8 +79,8 @@ STORES = [
     *(Store(name, "evicted", made(None), pages=True, evicts=True) for name in ("fox", "path_fox")),
     *(Store(name, "kernels", pages=True, form="triton") for name in ("fox", "rope", "path_fox")),
     Store("path_fox", "one_kernel", by_kernel, form="triton"),
-    Store("path_fox", "groups", grouped, calls=False),
-    Store("path_fox", "groups_evicted", grouped, pages=True, evicts=True, calls=False),
+    Store("path_fox", "on_a_gpu", on_a_gpu, calls=False),
+    Store("path_fox", "on_a_gpu_evicted", on_a_gpu, pages=True, evicts=True, calls=False),
 ]
 
 # Of two rows: a sequence joins with so many tokens, both take some and keep their first ones, one leaves.
@@ -195,7 +193,9 @@ WAYS = [(store, Handed) for store in STORES if store.calls] + [(store, InPlace) 
 
 @pytest.mark.parametrize(("store", "way"), WAYS, ids=lambda x: str(x) if isinstance(x, Store) else x.__name__)
 @torch.no_grad()
-def test_any_history_over_any_store_gives_what_the_oracle_gives(store: Store, way: type[Handed]) -> None:
+def test_any_history_over_any_store_gives_what_the_oracle_gives(
+    store: Store, way: type[Handed], small_groups: None
+) -> None:
     options: dict[str, Any] = {"window": WINDOW} if store.evicts else {}
     if (way is InPlace or store.name == "rope") and get(store.name).side == "softmax":
         options["softcap"] = SOFTCAP
@@ -224,7 +224,7 @@ def test_any_history_over_any_store_gives_what_the_oracle_gives(store: Store, wa
 
 
 def test_every_kind_of_pool_goes_through_these_histories() -> None:
-    assert {*KeyPool.__subclasses__()} == {CarriedPool, GroupedPool}
+    assert {*KeyPool.__subclasses__()} == {CarriedPool}
 
 
 @pytest.mark.parametrize("state", [RecurrentState, KVCache, PagedCache, ForgettingCache])
@@ -236,11 +236,3 @@ def test_every_state_says_what_the_contract_asks(state: type) -> None:
     }
     assert {"in_pages", "grows", "reorder", "crop", "detach", "to"} <= asked
     assert not [name for name in asked if not hasattr(state, name)]
-
-
-def test_groups_of_pages_take_tokens_by_their_kernels_alone() -> None:
-    sizes = PoolSizes(1, 1, 1, 16, 16)
-    pool, x = GroupedPool.empty(sizes, dtype=torch.float32), torch.zeros(1, 2, 1, 16)
-    with pytest.raises(NotImplementedError, match="add: expected a pool whose pages stand alone"):
-        pool.extend(x.transpose(1, 2), x, x, Gate(log_decay=torch.zeros(1, 2, 1)), None, NOTHING_ASKED)
-    assert pool.lengths == [0]

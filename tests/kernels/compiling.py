@@ -153,18 +153,17 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     table = decode.PageTable(
         torch.zeros(B, G, N, dtype=int32), torch.zeros(B, G, dtype=int32), torch.zeros(B, dtype=int32)
     )
-    values, norm, near = torch.zeros(P, 64, K, dtype=dtype), torch.zeros(B, G, N), torch.zeros(B, G, 128, K)
-    single = decode.PathGroups(torch.zeros(P, K, K), near=decode.NearKeys(near, near, near[..., 0].clone()))
+    values, norm = torch.zeros(P, 64, K, dtype=dtype), torch.zeros(B, G, N)
     opened = decode.OpenGroup(torch.zeros(B, G, 512, K), torch.zeros(B, G, K, K), torch.zeros(B, dtype=int32))
     several = decode.PathGroups(torch.zeros(B, G, N // 8, K, K), opened)
     gate_state = decode.GateState(
         torch.zeros(P, 64, R), n_log, n_log[..., 0].contiguous(), torch.zeros(B, H, dtype=int32), n_log, n_log.long()
     )
     count, tokens = torch.zeros(B, dtype=int32), decode.PathTokens(new, new, new[..., 0].float())
-    plain = decode.PagedState(decode.KeyPages(torch.zeros(P, 64, K), values, norm), table)
+    plain = decode.PagedState(decode.KeyPages(values, values, norm), table)
     grouped = decode.PagedState(decode.KeyPages(values, values, norm), table, gate_state)
     windowed = AttentionOptions(window=100, sink=gates[0, 0])
-    path_pages.paged_path_step(q, new, tokens, plain, single, options=windowed)
+    path_pages.paged_path_step(q, new, tokens, plain, several, options=windowed)
     path_pages.paged_path_carry(tokens._replace(counts=count), grouped, several)
     tokens = tokens._replace(log_decay=gates, counts=count)
     return path_pages.paged_path_step(

@@ -197,7 +197,7 @@ class Allocated(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("carried", [0, 1, 2], ids=["", "carried", "groups"])
+@pytest.mark.parametrize("carried", [0, 1, 2], ids=["", "pages", "groups"])
 def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     B, T, H, G, K, N = 2, 3, 4, 2, 16, 5
     table = torch.zeros(B, G, N, dtype=torch.int32)
@@ -209,11 +209,9 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
     monkeypatch.setattr(walks, "paged_carry_kernel", Nothing())
     q, x, pages = torch.zeros(B, T, H, K), torch.zeros(B, T, G, K), torch.zeros(1, 64, K)
     first, length = torch.zeros(B, G, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    opened = None
-    if carried > 1:
-        opened = OpenGroup(torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0])
+    opened = OpenGroup(torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0])
     kept = PagedState(KeyPages(pages, pages, q), PageTable(table, first, length))
-    groups = PathGroups(torch.zeros(1, K, K), opened)
+    groups = PathGroups(torch.zeros(B, G, N, K, K), opened)
     given = walks.CarriedPages(PathTokens(x, x[..., None, :], x[..., :1]), kept, groups)
     with Allocated() as allocated:
         walked = walks.walk_and_carry(given, q, 1, 16) if carried else None

@@ -15,11 +15,10 @@ from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.caches.pages.page_table import PAGE, PoolSizes
-from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.readout import attend_with_sink
-from attnzoo.kernels.decode import NearKeys, PathGroups, PathTokens, paged_path_step
+from attnzoo.kernels.decode import PathTokens, paged_path_step
 from attnzoo.kernels.decode.plan import override
 
 
@@ -37,6 +36,7 @@ class Case:
     first: tuple[int, ...] = ()  # evicted pages of each sequence
     count: tuple[int, ...] = ()
     factors: int | None = None
+    group: int = 1  # pages
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ CASES = [
     Case(lengths=(150, 1, 129), H=4, G=2),
     Case(lengths=(196, 70, 20), T=16, H=2, gate="none", V=32, options={"sink": 0.5}),
     Case(lengths=(260,), H=2, G=2, first=(2,)),
-    Case(lengths=(129,), T=2, G=1, factors=2),
+    Case(lengths=(129,), T=2, G=1, factors=2, group=2),
     Case(lengths=(140, 133), T=5, gate="mixed", count=(5, 3), options={"window": 66, "scale": 0.4}),
 ]
 
@@ -72,8 +72,9 @@ class Inputs:
         return self.q[at], self.k[at], self.v[at], Gate(**part)
 
 
-def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
+def inputs(case: Case, dtype: torch.dtype = torch.float32, pages: torch.dtype | None = None) -> Inputs:
+    """Drawn tokens in ``dtype``, the pages in that or another."""
+    generator = torch.Generator().manual_seed(0)
     B, S, R = len(case.lengths), max(case.lengths), case.H // case.G
 
     def randn(*shape: int) -> Tensor:
@@ -90,15 +91,15 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inp
     gate = Gate(log_decay=g, w=w.to(dtype), beta=beta)
     sink = None if "sink" not in case.options else torch.full((case.H,), case.options["sink"], device=DEVICE)
     x = Inputs(q.to(dtype), k.to(dtype), v.to(dtype), gate, None, SoftmaxOptions(**{**case.options, "sink": sink}))
-    x.pool = CarriedPool.of(
-        PoolSizes(B, case.G, R, case.K, case.V), dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None,
-        factors=case.factors,
+    x.pool = CarriedPool.empty(
+        PoolSizes(B, case.G, R, case.K, case.V), dtype=pages or dtype, device=DEVICE, decays=g is not None, tokens=S,
+        group=case.group,
     )  # fmt: skip
     before = torch.tensor(case.lengths, device=DEVICE) - torch.tensor(case.count or (case.T,) * B, device=DEVICE)
     x.pool.add(x.k, x.v, x.gate, torch.arange(S, device=DEVICE) < before[:, None])
     for b, n in enumerate(case.first):
         ids = x.pool.pages[b, :, :n].flatten()
-        x.pool.k[ids.long()], x.pool.v[ids.long()], x.pool.factor[ids.long()] = math.nan, math.nan, math.nan
+        x.pool.k[ids.long()], x.pool.v[ids.long()], x.pool.factors[b, :, : n // case.group] = (math.nan,) * 3
         x.pool.pages[b, :, :n], x.pool.first[b] = -1, n
         x.pool.table.copy_(x.pool.pages)
     x.pool.reserve(case.count or [case.T] * B)
@@ -154,23 +155,30 @@ def check_error(case: Case, got: Tensor, near: Tensor, want: Tensor) -> None:
 def within_budget(case: Case, dtype: torch.dtype) -> None:
     """Error against float64 at most twice that of plain operations, plus rounding; and the same pages are left."""
     x = inputs(case, dtype)
-    other, want = inputs(case, dtype).pool, exact(case, x)
+    other, want = inputs(case, dtype, torch.float32).pool, exact(case, x)
     there = torch.arange(case.T) >= case.T - torch.tensor(case.count or (case.T,) * len(case.lengths))[:, None]
     got, near = ours(case, x), plain(case, x, other)
     there = there.to(want.device)
     check_error(case, *(o[there] for o in (got, near, want)))
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     for b, n in enumerate(case.lengths):
+        opened, S = other.open_page(n), other.span
         for page in range(int(x.pool.first[b].max()), -(-n // PAGE)):
-            mine, theirs = (pool.table[b, :, page].long() for pool in (x.pool, other))
             rows = min(PAGE, n - page * PAGE)
-            torch.testing.assert_close(x.pool.k[mine][:, :rows], other.k[theirs][:, :rows], rtol=0, atol=1e-5)
-            torch.testing.assert_close(x.pool.factor[mine], other.factor[theirs], rtol=0, atol=1e-5)
-            longest = x.pool.k[mine][:, :rows].double().norm(dim=-1).amax(-1)
-            assert (x.pool.k_norm[b, :, page] >= longest).all()
-            if rows == PAGE:
-                torch.testing.assert_close(x.pool.k_norm[b, :, page], other.k_norm[b, :, page], rtol=1e-4, atol=0)
-    for mine, theirs in zip(x.pool._near(), other._near(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+            if page < opened:
+                mine, theirs = (pool.k[pool.table[b, :, page].long()].float() for pool in (x.pool, other))
+                torch.testing.assert_close(
+                    x.pool.k_norm[b, :, page], other.k_norm[b, :, page], rtol=2 * rounding, atol=0
+                )
+            else:
+                start = (page - opened) * PAGE
+                mine, theirs = (pool.open_keys[b, :, start : start + rows] for pool in (x.pool, other))
+            torch.testing.assert_close(mine, theirs, rtol=rounding, atol=1e-5)
+            assert (x.pool.k_norm[b, :, page] >= mine.double().norm(dim=-1).amax(-1)).all()
+        whole = slice(int(x.pool.first[b].max()) // case.group, n // S)
+        torch.testing.assert_close(x.pool.factors[b, :, whole], other.factors[b, :, whole], rtol=0, atol=1e-5)
+        if n % S:
+            torch.testing.assert_close(x.pool.open_factor[b], other.open_factor[b], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -199,29 +207,20 @@ def test_a_step_is_within_budget_on_a_gpu(case: Case) -> None:
         within_budget(case, dtype)
 
 
-def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple[GroupedPool, Tensor]:
+def in_groups(case: Case, x: Inputs, start: int, each: int) -> tuple[CarriedPool, Tensor]:
     """A pool that has had all tokens of ``x`` from ``start`` on, ``each`` at a time, and what the last step gave.
 
     Steps of several tokens are proposals, of which the last two are wrong and taken back.
     """
     (B, S, G, K), decays = x.k.shape, x.gate.log_decay is not None
-    pool = GroupedPool.empty(
-        PoolSizes(B, G, case.H // G, K, case.V),
-        dtype=x.v.dtype,
-        device=DEVICE,
-        decays=decays,
-        pages=0,
-        tokens=S,
-        group=group,
-    )
+    sizes = PoolSizes(B, G, case.H // G, K, case.V)
+    given: dict[str, Any] = {"dtype": x.v.dtype, "device": DEVICE, "decays": decays, "group": case.group}
+    pool = CarriedPool.empty(sizes, tokens=S, **given)
     for b in range(B):
-        one = CarriedPool.of(
-            PoolSizes(1, G, case.H // G, K, case.V), dtype=torch.float32, values=x.v.dtype, device=DEVICE,
-            decays=decays, factors=case.factors,
-        )  # fmt: skip
+        one = CarriedPool.empty(sizes._replace(B=1), **given)
         row = x.gate.map(lambda y, b=b: y[b : b + 1, :start])
         one.add(x.k[b : b + 1, :start], x.v[b : b + 1, :start], row, None)
-        pool.adopt(b, GroupedPool.copy_of(one, group=group), start)
+        pool.adopt(b, CarriedPool.copy_of(one), start)
     pool.lengths = [start] * B
     all_of_them, wrong = torch.full((B,), each, dtype=torch.int32, device=DEVICE), 2 if each > 2 else 0
     for at in range(start, S, each - wrong):
@@ -238,10 +237,10 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
     return pool, o
 
 
-def within_budget_in_groups(case: Case, dtype: torch.dtype, start: int, group: int, each: int) -> None:
+def within_budget_in_groups(case: Case, dtype: torch.dtype, start: int, each: int) -> None:
     """The last row, beside plain operations whose keys are float32; and no key is longer than is said."""
-    x = inputs(case, dtype)
-    pool, o = in_groups(case, x, start, group, each)
+    x = inputs(case, dtype, torch.float32)
+    pool, o = in_groups(case, x, start, each)
     check_error(case, o[:, -1:], plain(case, x, x.pool), exact(case, x))
     S = case.lengths[0]
     for page in range(-(-S // PAGE)):
@@ -250,26 +249,26 @@ def within_budget_in_groups(case: Case, dtype: torch.dtype, start: int, group: i
         assert (pool.k_norm[:, :, page] >= longest).all()
 
 
-@pytest.mark.parametrize(("case", "dtype", "start", "group", "each"), [
-    (Case(lengths=(196,), H=2, G=1), torch.float32, 126, 1, 16),
-    (Case(lengths=(259,), H=2, G=2, gate="mixed", factors=2), torch.float16, 254, 2, 1),
-    (Case(lengths=(210,), H=2, G=2, gate="none", options={"window": 150}), torch.float32, 184, 1, 16),
+@pytest.mark.parametrize(("case", "dtype", "start", "each"), [
+    (Case(lengths=(196,), H=2, G=1), torch.float32, 126, 16),
+    (Case(lengths=(259,), H=2, G=2, gate="mixed", factors=2, group=2), torch.float16, 254, 1),
+    (Case(lengths=(210,), H=2, G=2, gate="none", options={"window": 150}), torch.float32, 184, 16),
 ], ids=["grouped-query", "one-float16", "window"])  # fmt: skip
 def test_groups_become_whole_as_sequences_go_on_and_tokens_are_taken_back(
-    case: Case, dtype: torch.dtype, start: int, group: int, each: int
+    case: Case, dtype: torch.dtype, start: int, each: int
 ) -> None:
-    within_budget_in_groups(case, dtype, start, group, each)
+    within_budget_in_groups(case, dtype, start, each)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "G", "each"), [(64, 12, 1), (64, 12, 16), (128, 2, 1)])
 def test_keys_of_16_bits_in_groups_are_within_budget_on_a_gpu(K: int, G: int, each: int) -> None:
-    within_budget_in_groups(Case(lengths=(1700, 1700), H=12, G=G, K=K, V=K), torch.bfloat16, 600, 8, each)
+    within_budget_in_groups(Case(lengths=(1700, 1700), H=12, G=G, K=K, V=K, group=8), torch.bfloat16, 600, each)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["pages", "groups"])
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("bounded", [False, True], ids=["", "bounded"])
-def test_pruning_reads_no_page_that_no_row_needs(grouped: bool, bounded: bool) -> None:
+def test_pruning_reads_no_page_that_no_row_needs(group: int, bounded: bool) -> None:
     """The values of pages that weigh less than eps are no numbers here; the first head needs all of them."""
     case = Case(lengths=(300,), T=2, H=4, G=2)
     x = inputs(case)
@@ -278,16 +277,9 @@ def test_pruning_reads_no_page_that_no_row_needs(grouped: bool, bounded: bool) -
         x.options, prune=Prune(1e-4), logit_bound=torch.full((4,), 9.0, device=DEVICE) if bounded else None
     )
     want = exact(case, x)
-    one = CarriedPool.of(
-        PoolSizes(1, 2, 2, 16, 16), dtype=torch.float32, values=torch.float32, device=DEVICE, decays=True
-    )
-    one.add(x.k[:, :298], x.v[:, :298], x.gate.map(lambda y: y[:, :298]), None)
-    pool: CarriedPool | GroupedPool = one
-    if grouped:
-        pool = GroupedPool.empty(
-            PoolSizes(1, 2, 2, 16, 16), dtype=x.v.dtype, device=DEVICE, decays=True, pages=0, tokens=300, group=2
-        )
-        pool.adopt(0, GroupedPool.copy_of(one, group=2), 300)
+    sizes = PoolSizes(1, 2, 2, 16, 16)
+    pool = CarriedPool.empty(sizes, dtype=torch.float32, device=DEVICE, tokens=300, group=group)
+    pool.add(x.k[:, :298], x.v[:, :298], x.gate.map(lambda y: y[:, :298]), None)
     pool.reserve([2])
     pool.v[pool.table[0, 1, :3].long()] = math.nan
     last = x.new(case)
@@ -299,11 +291,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     x = inputs(Case(lengths=(3,)))
     q, k, v, gate = x.new(Case(lengths=(3,)))
     tokens, state = PathTokens(k, gate.w, gate.beta), x.pool.state()._replace(gates=None)
-    groups = PathGroups(x.pool.factor, near=NearKeys(x.pool.near_k, x.pool.near_w, x.pool.near_beta))
+    groups = x.pool.groups
     with pytest.raises(ValueError, match="gates: expected None without log_decay, got GateState"):
         paged_path_step(q, v, tokens, x.pool.state(), groups)
-    with pytest.raises(ValueError, match=r"factor: expected torch.float32 \(1, 16, 16\), got torch.float64"):
-        paged_path_step(q, v, tokens, state, groups._replace(factor=groups.factor.double()))
+    with pytest.raises(ValueError, match=r"factors: expected torch.float32 \(1, 1, 16, 16, 16\), got torch.float64"):
+        paged_path_step(q, v, tokens, state, groups._replace(factors=groups.factors.double()))
     many = PathTokens(*(y.expand(-1, 17, *y.shape[2:]) for y in (k, gate.w, gate.beta)))
     with pytest.raises(ValueError, match="k: expected 1 to 16 tokens, got T=17"):
         paged_path_step(q.expand(-1, 17, -1, -1), v.expand(-1, 17, -1, -1), many, state, groups)

@@ -14,6 +14,8 @@ from attnzoo.models import Generator
 from attnzoo.models.generation import batch
 from attnzoo.models.generation.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("small_groups")
+
 
 @pytest.fixture
 def prompts():

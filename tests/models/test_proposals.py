@@ -175,7 +175,6 @@ def test_a_step_of_several_tokens_is_as_many_steps_whose_rejected_ones_leave_no_
         if step < 2:
             given = torch.cat([kept, kept.new_zeros(1)])
             fixed.keep(given)
-            fixed.keep_on_host(given)
         for row, cache in enumerate(caches):
             n = int(kept[row])
             assert_same(y[row, :n], torch.cat([attn(x[row : row + 1, t : t + 1], cache=cache) for t in range(n)], 1)[0])

@@ -74,11 +74,6 @@ class Memory(Protocol):
     plain: ClassVar[bool] = False
 
     @property
-    def on_host(self) -> bool:
-        """Whether :meth:`keep` waits for the device."""
-        return False
-
-    @property
     def eight_bits(self) -> bool:
         """Whether its keys and values have 8 bits."""
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import Transition, compute_dtype, scaled_queries
+from attnzoo.algebra.transitions import Transition, scaled_queries
 from attnzoo.algebra.values import records
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.inplace_keys import KeyMemory
@@ -19,7 +19,6 @@ from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.paged_cache import PagedCache, key_heads
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.forms.caches.pages.present_tokens import LastRows
-from attnzoo.forms.caches.path_pages.groups import GroupedPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
@@ -147,11 +146,8 @@ class CarriedKeys(_Pages):
     pages: bool = False
 
     def new(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> PagedCache:
-        pool = CarriedPool.of(
-            _sizes(q, v, v.shape[2]), dtype=compute_dtype(q), values=v.dtype, device=v.device,
-            decays=gate.log_decay is not None, factors=gate.factors,
-        )  # fmt: skip
-        return PagedCache.of(pool)
+        sizes, decays = _sizes(q, v, v.shape[2]), gate.log_decay is not None
+        return PagedCache.of(CarriedPool.empty(sizes, dtype=v.dtype, device=v.device, decays=decays, recent=()))
 
     def refuses(self, form: str, call: Call) -> str:
         return _refuses(form, call) or path_unavailable(call.q, call.v)
@@ -172,12 +168,10 @@ class CarriedKeys(_Pages):
             if why or paged is False:
                 why = why or "impl='reference' on a GPU"
                 raise ValueError(f"evict: expected None where a step over pages has no kernel ({why})")
-            away = state.evict is not None and state.evict.offload is not None  # pages come back one by one
-            kind = GroupedPool if on_gpu and not away else CarriedPool
-            return PagedMemory.like(kind, state, rows, tokens, device, forms.place)
+            return PagedMemory.like(CarriedPool, state, rows, tokens, device, forms.place)
         if on_gpu and paged is None:
             if self.pages and not path_unavailable(state.k.to(state.v.dtype), state.v):
-                return PagedMemory.like(GroupedPool, state, rows, tokens, device, forms.place)
+                return PagedMemory.like(CarriedPool, state, rows, tokens, device, forms.place)
             kernel = forms.kernels.get("triton")
             memory = None if kernel is None or kernel.in_place is None else kernel.in_place(state, rows, tokens, device)
             if memory is not None:

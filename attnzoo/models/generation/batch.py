@@ -172,8 +172,6 @@ class Batch:
         try:
             self._advance(rows, needs)
             kept, drawn = self.proposals.kept.tolist(), self.proposals.drawn.tolist()
-            for cache in self.caches:
-                cache.keep_on_host(self.proposals.kept)
         finally:
             self.rows.tokens = 1
         for row in rows:

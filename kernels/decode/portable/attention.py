@@ -56,7 +56,7 @@ def paged_split_kernel(
     p_count, p_part, p_lse, T, N, BG, M, window, scale2, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr,
     HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
     """Normalised outputs [slots, R * T, V] float32 and their log2-sum-exp [slots, R * T] over one program's pages.
@@ -104,7 +104,7 @@ def paged_split_kernel(
             at = tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
             if GROUP > 0:
                 b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg64, b_open, at, s, rest, o_r, m_r, T, M, R,
-                                     K, BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
+                                     K, BK, BS, PAGE, GROUP, PREC)  # fmt: skip
             else:
                 b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,

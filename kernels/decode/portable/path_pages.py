@@ -1,6 +1,6 @@
 """PaTH's steps over pages: queries walk back to the pages, and the keys of the last group of pages are carried.
 
-G pages are a group. The keys of a whole group stand as its last token left them, and beside the group stands the
+So many pages are a group. The keys of a whole group stand as its last token left them, and beside the group stands the
 transposed product of its factors; they are never written again. The keys of the group that is not whole stand as the
 last token left them, in float32, and so does its product.
 
@@ -27,7 +27,7 @@ from attnzoo.kernels.decode.path_state import PathGroups, PathTokens
 from attnzoo.kernels.decode.portable.rows import page_scores, row_queries
 from attnzoo.kernels.decode.state import PagedState
 
-NOT_WALKED = {"GROUP": 0, "IN_PLACE": True, "HAS_COUNT": False}  # rows that meet keys as they are
+NOT_WALKED = {"GROUP": 0, "HAS_COUNT": False}  # rows that meet keys as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,21 +41,17 @@ class CarriedPages:
     @property
     def group(self) -> int:
         """Pages of a group."""
-        opened = self.groups.open
-        return 1 if opened is None else opened.keys.shape[2] // self.state.pages.keys.shape[1]
+        return self.groups.open.keys.shape[2] // self.state.pages.keys.shape[1]
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel that reads the new tokens."""
-        (k, w, beta, _, count), (factor, opened, near), keys = self.tokens, self.groups, self.state.pages.keys
+        (k, w, beta, _, count), (factors, opened), keys = self.tokens, self.groups, self.state.pages.keys
         named = {"kb": k, "kt": k, "kh": k, "wb": w, "wt": w, "wh": w, "wf": w, "eb": beta, "et": beta, "eh": beta}
         strides = {f"stride_{name}": x.stride("bthf".index(name[1])) for name, x in (named | {"ef": beta}).items()}
-        tail, product, base = opened or (keys, factor, keys)
-        near_k, near_w, near_beta = near or (keys, keys, keys)
         return {
             "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count, "p_keys": keys,
-            "p_factor": factor, "p_tail": tail, "p_product": product, "p_base": base, "p_near_k": near_k,
-            "p_near_w": near_w, "p_near_beta": near_beta, "HAS_COUNT": count is not None, "FACTORS": w.shape[3],
-            "GROUP": self.group, "IN_PLACE": opened is None, **strides,
+            "p_factor": factors, "p_tail": opened.keys, "p_product": opened.factor, "p_base": opened.base,
+            "HAS_COUNT": count is not None, "FACTORS": w.shape[3], "GROUP": self.group, **strides,
         }  # fmt: skip
 
 
@@ -72,15 +68,6 @@ def new_tokens(p_count, i_b, T, HAS_COUNT: tl.constexpr):
 def open_start(L, PAGE: tl.constexpr, GROUP: tl.constexpr):
     """The first token of the group that L tokens leave open."""
     return L // (PAGE * GROUP) * (PAGE * GROUP)
-
-
-@triton.jit
-def group_base(p_base, i_b, IN_PLACE: tl.constexpr):
-    """How many of the first groups of sequence i_b have no product."""
-    base = 0
-    if not IN_PLACE:
-        base = tl.load(p_base + i_b)
-    return base
 
 
 @triton.jit
@@ -112,11 +99,11 @@ def walked_queries(p_walk, i_bg, n, o_r, o_k, m_r, T, M, R: tl.constexpr, K: tl.
 @triton.jit
 def carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o_r, m_r, T, M, R: tl.constexpr,
                    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-                   IN_PLACE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                   PREC: tl.constexpr):  # fmt: skip
     """Products of rows with the keys s .. s + BS, as ``page_scores``; from b_open on they are there. # [BT, BS]"""
     S: tl.constexpr = PAGE * GROUP
     o_key, m_q = s - b_open + tl.arange(0, BS), m_r & (s < b_open)
-    n = tl.maximum(s // S, group_base(p_base, i_b, IN_PLACE) - 1)
+    n = tl.maximum(s // S, tl.load(p_base + i_b) - 1)
     b_q = walked_queries(p_walk, i_bg, n, o_r, tl.arange(0, BK), m_q, T, M, R, K)
     b_s = page_scores(b_q, p_k, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, 0, PREC)
     p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * (S + T) + o_key[None, :]
@@ -150,23 +137,16 @@ def _rows_before(
     return b_q
 
 
-@triton.jit
-def _group_factor(p_factor, p_t, i_bg, m, M, K: tl.constexpr, IN_PLACE: tl.constexpr):
-    """Where the product of group m of one key head is."""
-    at = tl.maximum(tl.load(p_t + m), 0).to(tl.int64) if IN_PLACE else i_bg * M + m
-    return p_factor + at * (K * K)
-
-
 @launched
 @triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_carry_kernel(
     p_q, p_k, p_w, p_beta, p_count, p_keys, p_factor, p_tail, p_product, p_base, p_table, p_first, p_length, p_norm,
-    p_near_k, p_near_w, p_near_beta, p_walk, p_own, T, N, M, window,
+    p_walk, p_own, T, N, M, window,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
     stride_eb, stride_et, stride_eh, stride_ef,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr,
-    SCORES: tl.constexpr, CARRY: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr, SCORES: tl.constexpr, CARRY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """SCORES: rows by group [B * G, M, R * T, K], and scores [B * G, R * T, S + T] with the keys of the last group.
 
@@ -189,8 +169,6 @@ def paged_carry_kernel(
         i_page = tl.load(p_t + n_page, mask=n_page < N, other=-1).to(tl.int64)
         o_key = i_part * PAGE + o_x
         m_k, p_last = (o_k < K)[None, :], p_tail + i_bg * (S * K)
-        if IN_PLACE:
-            p_last = p_keys + i_page * (PAGE * K)
         o_in = o_key[:, None] * K + o_k[None, :]
         m_old = (o_key < L - start) & (i_page >= 0)
         b_x = tl.load(p_last + o_in, mask=m_old[:, None] & m_k, other=0.0)  # [PAGE, BK]
@@ -209,17 +187,11 @@ def paged_carry_kernel(
                 pos = L + t - first
                 n, i_in = open_start(pos, PAGE, GROUP) // PAGE + i_part, pos % S
                 b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
-                o_near = i_bg * (2 * PAGE) + pos % (2 * PAGE)
                 for f in range(FACTORS):
                     b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh,
                                           stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
                     b_x -= (b_beta * tl.sum(b_x * b_w[None, :], 1))[:, None] * b_w[None, :]
-                    if IN_PLACE:
-                        tl.store(p_near_w + (o_near * FACTORS + f) * K + o_k, b_w, mask=o_k < K)
-                        tl.store(p_near_beta + o_near * FACTORS + f, b_beta)
                 b_x = tl.where((o_key == i_in)[:, None], b_k[None, :], tl.where((o_key < i_in)[:, None], b_x, 0.0))
-                if IN_PLACE:
-                    tl.store(p_near_k + o_near * K + o_k, b_k, mask=o_k < K)
                 m_now = (o_key <= i_in)[:, None] & m_k
                 whole = i_in == S - 1
                 if whole | (t == T - 1):
@@ -227,11 +199,8 @@ def paged_carry_kernel(
                     m_now = m_now & (i_page >= 0)
                     p_page = p_keys + i_page * (PAGE * K) + o_x[:, None] * K + o_k[None, :]
                     b_page = b_x.to(p_keys.dtype.element_ty)
-                    if IN_PLACE:
-                        tl.store(p_page, b_page, mask=m_now)
-                    else:
-                        tl.store(p_page, b_page, mask=m_now & whole)
-                        tl.store(p_last + o_in, b_x, mask=m_now & (t == T - 1))
+                    tl.store(p_page, b_page, mask=m_now & whole)
+                    tl.store(p_last + o_in, b_x, mask=m_now & (t == T - 1))
                     b_page = b_page.to(tl.float32)
                     b_long = tl.sqrt(tl.max(tl.sum(b_page * b_page, 1), 0)) * 1.00001  # never less than the longest key
                     tl.store(p_norm + i_bg * N + n, b_long, mask=whole & (i_page >= 0))
@@ -240,7 +209,7 @@ def paged_carry_kernel(
         m_f, b_one = (o_k < K)[:, None] & (o_k < K)[None, :], (o_k[:, None] == o_k[None, :]).to(tl.float32)
         n_groups, p_f = L // S, p_product + i_bg * (K * K)
         if SCORES:
-            n_stop = tl.maximum(group_base(p_base, i_b, IN_PLACE), n_begin // GROUP + 1)  # the last one multiplied
+            n_stop = tl.maximum(tl.load(p_base + i_b), n_begin // GROUP + 1)  # the last one multiplied
             skipped = tl.where(L % S > 0, 0, 1)  # the last group has just begun
             for i_r in range(0, R * T, BT):
                 o_r = i_r + tl.arange(0, BT)
@@ -254,14 +223,10 @@ def paged_carry_kernel(
                 p_last = p_to + tl.cast(n_groups - 1, tl.int64) * (R * T * K)  # rows as the last whole group meets them
                 tl.store(p_last, b_q, mask=m_q & (skipped > 0) & (n_groups >= n_stop))
                 for i in tl.range(skipped, n_groups - n_stop + 1, num_stages=STAGES):
-                    p_m = _group_factor(p_factor, p_t, i_bg, n_groups - i, M, K, IN_PLACE)
-                    if not IN_PLACE:
-                        p_m = tl.where(i == 0, p_f, p_m)
+                    p_m = tl.where(i == 0, p_f, p_factor + (i_bg * M + n_groups - i) * (K * K))
                     b_q = _times(b_q, load_tile(p_m, o_k, o_k, K, K, K, BK, K < BK), BT)
                     tl.store(p_last - tl.cast(i, tl.int64) * (R * T * K), b_q, mask=m_q)
         if CARRY:
-            if IN_PLACE:
-                p_f = _group_factor(p_factor, p_t, i_bg, tl.minimum(n_groups, N - 1), M, K, IN_PLACE)
             b_f = tl.load(p_f + o_f, mask=m_f & (L % S > 0), other=0.0)  # [BK, BK]
             tl.debug_barrier()  # every thread has read it, and so it may change
             for t in range(first, T):
@@ -271,15 +236,9 @@ def paged_carry_kernel(
                     b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh,
                                           stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
                     b_f -= (b_beta * b_w)[:, None] * tl.sum(b_f * b_w[:, None], 0)[None, :]
-                if (i_in == S - 1) | (IN_PLACE & (t == T - 1)):
-                    m = (L + t - first) // S
-                    there = True
-                    if IN_PLACE:
-                        there = tl.load(p_t + m) >= 0
-                    p_whole = _group_factor(p_factor, p_t, i_bg, m, M, K, IN_PLACE)
-                    tl.store(p_whole + o_f, b_f, mask=m_f & there)
-            if not IN_PLACE:
-                tl.store(p_f + o_f, b_f, mask=m_f & (n_new > 0))
+                if i_in == S - 1:
+                    tl.store(p_factor + (i_bg * M + (L + t - first) // S) * (K * K) + o_f, b_f, mask=m_f)
+            tl.store(p_f + o_f, b_f, mask=m_f & (n_new > 0))
 
 
 def walk_and_carry(carried: CarriedPages, q: Tensor | None, window: int, BT: int, carry: bool = True) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def paged_prune_kernel(
     p_ends, p_turn, p_walk, p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_BOUND: tl.constexpr,
-    EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    EIGHT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, HAS_COUNT: tl.constexpr,
     EXTRA: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The first page [B * G] int32 of which some row of a key head may not go without; the last program deals anew."""
@@ -67,7 +67,7 @@ def paged_prune_kernel(
             rest, at = tl.where(i_page >= 0, b_len - s, 0), tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
             if GROUP > 0:
                 b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o_r, m_r, T, M, R, K,
-                                     BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
+                                     BK, BS, PAGE, GROUP, PREC)  # fmt: skip
             else:
                 b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,

@@ -53,10 +53,6 @@ class PagedMemory(Memory):
     starts: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
     @property
-    def on_host(self) -> bool:
-        return self.pool.on_host
-
-    @property
     def eight_bits(self) -> bool:
         return self.pool.exponents is not None
 
@@ -152,8 +148,7 @@ class PagedMemory(Memory):
             elif bool(one.first.any()):
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
-        twins = self.starts.items() if self.pool.shares else ()
-        self.pool.adopt(row, one, tokens, next((other for other, start in twins if start() is state), None))
+        self.pool.adopt(row, one, tokens, next((b for b, start in self.starts.items() if start() is state), None))
         self.starts[row] = weakref.ref(state)
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]

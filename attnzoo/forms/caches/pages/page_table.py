@@ -14,7 +14,7 @@ from attnzoo.kernels.decode.eight_bits import E4M3, longer, quantised
 from attnzoo.kernels.decode.state import GateState, KeyPages, PagedState, PageTable
 
 PAGE = 64  # tokens of a page
-PAGED = ("k", "v", "exponents", "decay", "factor")  # what has a row per page
+PAGED = ("k", "v", "exponents", "decay")  # what has a row per page
 TABLES = ("table", "page_sum", "n_log", "closed", "k_norm")  # what has an entry per page of a sequence
 CHUNK = 16  # a table grows by multiples of this many pages
 
@@ -145,6 +145,17 @@ class Pages:
         )  # fmt: skip
 
     @property
+    def group(self) -> int:
+        """Pages that share one product of transitions, and change until all of them are full; 0 where none carries the
+        keys."""
+        return 0
+
+    def open_page(self, tokens: int) -> int:
+        """The first page that changes with tokens after the first ``tokens``."""
+        each = max(1, self.group)
+        return tokens // (PAGE * each) * each
+
+    @property
     def sizes(self) -> PoolSizes:
         """The sizes of its sequences."""
         B, G, _ = self.table.shape
@@ -187,9 +198,14 @@ class Pages:
             MemoryError: they do not fit into the memory of the device. Nothing has changed then.
         """
         G, (now, more) = self.table.shape[1], self.pages.new_tensor([self.lengths, list(counts)]).long()
-        written = ((now % PAGE > 0) & (more > 0)).nonzero()[:, 0]  # sequences that write to a page that they have
-        common = self.refs[self.pages[written, :, now[written] // PAGE].long()] > 1
-        shared = [(b := int(written[i]), g, self.lengths[b] // PAGE) for i, g in common.nonzero().tolist()]
+        opened = now.new_tensor([self.open_page(n) for n in self.lengths])
+        written = ((now > opened * PAGE) & (more > 0)).nonzero()[:, 0]  # sequences that write to pages that they have
+        numbers = opened[written, None] + torch.arange(max(1, self.group))  # [w, pages of a group]
+        places = numbers.clamp(max=self.pages.shape[2] - 1)[:, None].expand(-1, G, -1)
+        ids = self.pages[written].long().gather(2, places)
+        there = (numbers * PAGE < now[written, None])[:, None] & (ids >= 0)
+        common = there.nonzero()[self.refs[ids[there]] > 1]
+        shared = [(int(written[i]), g, int(numbers[i, n])) for i, g, n in common.tolist()]
         spans = [
             (self._reserved(b), -(-(n + extra) // PAGE)) if -n % PAGE < extra else (0, 0)
             for b, (n, extra) in enumerate(zip(self.lengths, counts, strict=True))
@@ -346,7 +362,7 @@ class Pages:
         """
         n, end = -(-tokens // PAGE), -(-other.lengths[0] // PAGE)
         live = other.pages[0, :, :end] >= 0  # [G, end]
-        common, whole = torch.zeros_like(live), other.lengths[0] // PAGE
+        common, whole = torch.zeros_like(live), self.open_page(other.lengths[0])
         if twin is not None:
             common[:, :whole] = live[:, :whole] & (self.pages[twin, :, :whole] >= 0)
         copied = live & ~common

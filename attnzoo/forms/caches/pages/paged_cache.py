@@ -217,8 +217,8 @@ class PagedCache:
             raise ValueError(f"tokens: expected {all_of_them}, got {tokens}")
         lengths = self._lengths(tokens)
         away = None if self.evict is None else self.evict.offload
-        if away is not None:  # a page that will be written to, and what lies behind it, which goes with the tokens
-            ends = self.pool.first.new_tensor([n // PAGE for n in lengths])[:, None]
+        if away is not None:  # pages that will be written to, and what lies behind them, which goes with the tokens
+            ends = self.pool.first.new_tensor([self.pool.open_page(n) for n in lengths])[:, None]
             away.bring_back(self.pool, self.pool.first.minimum(ends))
         elif not self._may_crop(lengths):
             more = range(tokens + 1, self.tokens + 1)

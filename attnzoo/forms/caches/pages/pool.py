@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -30,16 +30,7 @@ class KeyPool(Pages):
     This is the contract of all pools. A cache that calls hand on (:class:`~.paged_cache.PagedCache`) and a memory that
     steps change in place (:class:`~.inplace.PagedMemory`) both add tokens by :meth:`extend` and :meth:`step`. The
     second begins with :meth:`like`, takes sequences by :meth:`holding`, and tokens back by :meth:`keep`.
-
-    Attributes:
-        group: pages that share one product of transitions; 0 where none carries the keys.
-        shares: whether a whole page is never written to again, so that sequences may share it.
-        on_host: whether :meth:`keep` waits for the device.
     """
-
-    group: ClassVar[int] = 0
-    shares: ClassVar[bool] = True
-    on_host: ClassVar[bool] = False
 
     @classmethod
     def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
@@ -214,6 +205,10 @@ class KeyPool(Pages):
             Pages that have become free.
         """
         first = self.certified(log_eps, bounds, window).maximum(self.first)
+        if keep is not None:  # they come back as they are now
+            first = first.minimum(first.new_tensor([self.open_page(n) for n in self.lengths])[:, None]).maximum(
+                self.first
+            )
         wanted, N = first.cpu(), self.pages.shape[2]
         gone = (torch.arange(N, device=wanted.device) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)

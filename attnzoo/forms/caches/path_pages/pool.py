@@ -1,157 +1,260 @@
-r"""Keys that transitions carry (PaTH, PaTH-FoX), in pages.
+r"""Keys that transitions carry (PaTH, PaTH-FoX), in groups of pages.
 
-A cached key need not be multiplied by every later factor: in its page it stands as the page's last token left it, and
-beside the page stands the product of its factors. A query is carried back instead, over the rows of its call, and then
-from page to page,
+A cached key need not be multiplied by every later factor: where its group of pages is whole, it stands as the group's
+last token left it, and the product of the group's factors is kept. A query is carried back instead, over the rows of
+its call, and then from group to group,
 
 .. math:: s_{tj} = \lambda\, (R_{j+1} \cdots R_e k_j)^\top R_{e+1} \cdots R_t q_t
 
-with e the end of j's page. So a step reads each key once, rewrites those of the page that is not whole alone, and pages
-that are evicted cost nothing.
+with e the end of j's group. So a step reads each key once, rewrites those of the group that is not whole alone, and
+pages that are evicted cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import block_decay, heads_first, scaled_queries
+from attnzoo.algebra.transitions import block_decay, cut, heads_first, scaled_queries
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
-from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
-from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest
+from attnzoo.forms.caches.pages.page_table import CHUNK, Pages, PoolSizes, resized
+from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest, pool_of
 from attnzoo.forms.caches.pages.present_tokens import in_front
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, least_logit, logits_of
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.kernels.decode.path_state import NearKeys, PathGroups, PathTokens
+from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups, PathTokens
 
-NEAR = ("near_k", "near_w", "near_beta")
+GROUP = 8  # pages
+
+
+class Factors(NamedTuple):
+    """New keys ``[B, T, G, K]`` with w and beta, those that exist first, and how many these are of each sequence."""
+
+    k: Tensor
+    w: Tensor
+    beta: Tensor
+    counts: list[int]
+
+    @staticmethod
+    def of(k: Tensor, gate: Gate, valid: Tensor | None) -> Factors:
+        """By ``valid [B, T]`` bool, None for all."""
+        order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
+        x = (k, cast(Tensor, gate.w), cast(Tensor, gate.beta))
+        if valid is not None:
+            x = tuple(y.gather(1, order.view(*order.shape, *(1,) * (y.ndim - 2)).expand_as(y)) for y in x)
+        return Factors(*x, counts)
+
+    def slice(self, start: int, stop: int) -> Factors:
+        """The tokens from ``start`` to ``stop``."""
+        counts = [min(max(n - start, 0), stop - start) for n in self.counts]
+        return Factors(self.k[:, start:stop], self.w[:, start:stop], self.beta[:, start:stop], counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Recent:
+    """The last tokens as they came, by which a sequence becomes shorter: keys that are carried cannot be carried back.
+
+    Args:
+        lengths: of the sequences before them.
+        keys, factor: ``open_keys`` and ``open_factor`` of the pool before them.
+        tokens: these tokens, by call.
+    """
+
+    lengths: tuple[int, ...]
+    keys: Tensor
+    factor: Tensor
+    tokens: tuple[Factors, ...] = ()
+
+    def __len__(self) -> int:
+        return sum(x.k.shape[1] for x in self.tokens)
+
+    def select(self, index: Tensor) -> Recent:
+        """That of the sequences ``index``."""
+        rows = index.tolist()
+        tokens = (Factors(*(x[index] for x in one[:3]), [one.counts[b] for b in rows]) for one in self.tokens)
+        return Recent(tuple(self.lengths[b] for b in rows), self.keys[index], self.factor[index], tuple(tokens))
 
 
 @dataclass(eq=False, kw_only=True)
 class CarriedPool(KeyPool):
-    """A pool whose pages hold keys as the page's last token so far leaves them.
+    """A pool whose keys stand as the last token of their group of pages left them; see ``attnzoo.kernels.decode``.
+
+    Pages of whole groups are in the dtype of the values, and were rounded once; those of the group that is not whole
+    hold nothing that is read.
 
     Args:
-        factor: transposed product of the factors of a page, ``[P, K, K]``, in the dtype of the keys.
-        near_k: the last keys as they came, that of token t at ``t % (2 PAGE)``, ``[B, G, 2 PAGE, K]``.
-        near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
-        near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
-        known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
+        open_keys: keys of the group that is not whole, as its last token left them, ``[B, G, S, K]`` in float32, or
+            float64 as the values; S is the tokens of a group.
+        open_factor: transposed product of its factors, ``[B, G, K, K]``; any where it is empty.
+        factors: those of whole groups, ``[B, G, M, K, K]``.
+        base: how many of the first groups have none: their keys stand as one later token left them all, ``[B]`` int32.
+        recent: by which tokens can be taken back after calls, oldest first; None for a memory that steps change in
+            place, whose :meth:`step` and :meth:`keep` carry no token that is not kept.
     """
 
-    group: ClassVar[int] = 1
-    on_host: ClassVar[bool] = True
-
-    factor: Tensor
-    near_k: Tensor
-    near_w: Tensor
-    near_beta: Tensor
-    known: list[int]
+    open_keys: Tensor
+    open_factor: Tensor
+    factors: Tensor
+    base: Tensor
+    recent: tuple[Recent, ...] | None = None
 
     @classmethod
-    def of(
-        cls, sizes: PoolSizes, *, dtype: torch.dtype, values: torch.dtype, device: torch.device | str, decays: bool,
-        pages: int = 0, tokens: int = 0, factors: int | None = None,
+    def empty(
+        cls, sizes: PoolSizes, *, dtype: torch.dtype, device: torch.device | str = "cpu", decays: bool = True,
+        pages: int = 0, tokens: int = 0, group: int | None = None, **more: Any,
     ) -> Self:  # fmt: skip
-        """A pool of empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
+        """A pool of empty sequences of up to ``tokens`` tokens, ``group`` pages a group; see :meth:`Pages.empty`."""
         B, G, _, K, _ = sizes
-        near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
-        w = near.new_zeros(B, G, 2 * PAGE, *(() if factors is None else (factors,)), K)
-        factor = torch.zeros(pages, K, K, dtype=dtype, device=device)
-        pool = cls.empty(
-            sizes, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
-            near_k=near, near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
+        group = group or GROUP
+        opened, groups = open_group(B, G, K, dtype, device, group), -(-max(CHUNK, -(-tokens // PAGE)) // group)
+        return super().empty(
+            sizes, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, **opened,
+            factors=opened["open_factor"][:, :, None].repeat(1, 1, groups, 1, 1), **more,
         )  # fmt: skip
-        pool.v = pool.v.to(values)
-        return pool
-
-    @classmethod
-    def like(cls, state: Any, B: int, tokens: int, device: torch.device | str) -> Self:
-        """As :meth:`KeyPool.like`, of a cache in such pages."""
-        return cls._shaped(state.pool, B, tokens, device)
-
-    @classmethod
-    def _shaped(cls, pool: CarriedPool, B: int, tokens: int, device: torch.device | str) -> Self:
-        """A pool of B empty sequences with heads and channels as in ``pool``."""
-        sizes = pool.sizes._replace(B=B)
-        return cls.of(
-            sizes, dtype=pool.k.dtype, values=pool.v.dtype, device=device, decays=pool.decay is not None,
-            pages=B * sizes.G, tokens=tokens, factors=pool.factors,
-        )  # fmt: skip
-
-    def holding(self, state: Any) -> CarriedPool:
-        if state.in_pages:
-            return cast(CarriedPool, state.keys())
-        # its keys stand as the last token has left them all: as if no token before had a factor
-        one = self._shaped(self, 1, len(state), state.k.device)
-        w = state.k.new_zeros(*state.k.shape[:3], *one.near_w.shape[3:])
-        one.add(state.k, state.v, Gate(log_decay=state.log_decay, w=w, beta=w[..., 0]), None)
-        return one
 
     @property
-    def factors(self) -> int | None:
-        """The number of factors per token; None where w has one vector per token and no axis of factors."""
-        return self.near_w.shape[3] if self.near_w.ndim == 5 else None
+    def span(self) -> int:
+        """Tokens of a group."""
+        return self.open_keys.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.span // PAGE
+
+    def groups_alive(self) -> int:
+        """How many groups, the one that is not whole among them, reach back to the first page of any sequence."""
+        alive = (self.pages >= 0).any(1)  # [B, N]
+        first = alive.int().argmax(-1) // self.group
+        reach = 1 + torch.tensor(self.lengths, device=first.device) // self.span - first
+        return int(reach.masked_fill(~alive.any(-1), 0).amax())
+
+    def _grow(self, missing: int, width: int) -> None:
+        super()._grow(missing, width)
+        groups = -(-self.table.shape[2] * PAGE // self.span)
+        if groups > self.factors.shape[2]:
+            self.factors = resized(self.factors, 2, groups)
+
+    def holding(self, state: Any) -> CarriedPool:
+        """As :meth:`KeyPool.holding`; whole groups need no products then, but where pages come back from the host."""
+        if not state.in_pages:
+            return self.copy_of(pool_of(state), state.k[0], self.group)
+        away = state.evict is not None and state.evict.offload is not None
+        return cast(CarriedPool, state.keys()) if away else self.copy_of(state.keys())
+
+    @classmethod
+    @torch.no_grad()
+    def copy_of(cls, pool: KeyPool, keys: Tensor | None = None, group: int | None = None) -> Self:
+        """The only sequence of ``pool``, all of whose keys stand as its last token has left them.
+
+        Args:
+            keys: all of them, ``[S, G, K]``; None: those of a :class:`CarriedPool`.
+            group: pages of a group; None: as many as those of ``pool``.
+        """
+        S, G, K, dtype = pool.lengths[0], pool.table.shape[1], pool.k.shape[2], pool.v.dtype
+        ids, n = pool.table[0, :, : -(-S // PAGE)], -(-S // PAGE)
+        live, at = ids >= 0, ids.clamp(min=0).long()
+        if keys is None:
+            pages, group = cast(CarriedPool, pool).latest(), cast(CarriedPool, pool).group
+        else:
+            padded = torch.nn.functional.pad(keys.to(wide(dtype)), (0, 0, 0, 0, 0, n * PAGE - S))
+            pages = padded.transpose(0, 1).unflatten(1, (n, PAGE))  # [G, n, PAGE, K]
+        there = torch.arange(n * PAGE, device=pages.device).view(n, PAGE, 1) < S
+        pages = pages.masked_fill(~(there & live[..., None, None]), 0.0)
+        span = cast(int, group) * PAGE
+        opened, start = open_group(1, G, K, dtype, pages.device, span // PAGE), S // span * (span // PAGE)
+        opened["base"].fill_(S // span)
+        opened["open_keys"][0, :, : (n - start) * PAGE] = pages[:, start:].flatten(1, 2)
+        rounded, k, norms = pages.to(dtype), pool.v.new_zeros(pool.k.shape), pool.k_norm.clone()
+        k[at[live]] = rounded[live]
+        norms[0, :, :n] = norms[0, :, :n].maximum(longest(pages).maximum(longest(rounded)).amax(-1))
+        kept: dict[str, Any] = {f.name: getattr(pool, f.name) for f in fields(KeyPool)} | {"k": k, "k_norm": norms}
+        return cls(**kept, **cast(dict[str, Any], opened), factors=pages.new_empty(1, G, 0, K, K))
+
+    def latest(self) -> Tensor:
+        """The keys of the only sequence as its last token leaves them, ``[G, n, PAGE, K]``; any where none is."""
+        n, start = -(-self.lengths[0] // PAGE), self.open_page(self.lengths[0])
+        groups, each = start * PAGE // self.span, self.group
+        none = torch.arange(groups, device=self.base.device) < self.base[0]
+        factor = torch.where(none[:, None, None], eye_like(self.open_factor), self.factors[0, :, :groups])
+        after = later_factors(torch.cat([factor, self.open_factor[0, :, None]], 1))[:, :-1]  # [G, groups, K, K]
+        whole = self.k[self.table[0, :, :start].clamp(min=0).long()].to(after.dtype).unflatten(1, (groups, each))
+        carried = (whole @ after[:, :, None].mT).flatten(1, 2)
+        return torch.cat([carried, self.open_keys[0].unflatten(1, (each, PAGE))], 1)[:, :n]
 
     @torch.no_grad()
     def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
         """Add T tokens to every sequence; arguments as :meth:`append`, with w and beta in the gate, per token."""
-        before, bases = self.lengths, [near_base(n) for n in self.lengths]
-        (B, T, G, _), dtype = k.shape, self.k.dtype
-        near = self._near()
+        before, tokens, last = self.lengths, Factors.of(k, gate, valid), max(0, k.shape[1] - ROWS)
         self.append(k, v, gate.log_decay, valid)
-        order, counts = in_front(B, T, valid, k.device)
-        size = max(n - base for n, base in zip(self.lengths, bases, strict=True)) // PAGE * PAGE + 2 * PAGE
-        there = torch.arange(T, device=k.device) < order.new_tensor(counts)[:, None]
-        row, token = there.nonzero(as_tuple=True)
-        place = token + order.new_tensor([n - base for n, base in zip(before, bases, strict=True)])[row]
-        wide = []
-        for old, new in zip(near, (k, gate.w, gate.beta), strict=True):
-            x = torch.cat([old, old.new_zeros(B, G, size - 2 * PAGE, *old.shape[3:])], 2)
-            x[row, :, place] = cast(Tensor, new)[row, order[row, token]].to(dtype)
-            wide.append(x)
-        pages = [
-            (b, n) for b, (old, new) in enumerate(zip(before, self.lengths, strict=True)) if new > old
-            for n in range(old // PAGE, -(-new // PAGE))
-        ]  # fmt: skip
-        self._carry(wide, pages, bases)
-        shifts = order.new_tensor([near_base(n) - base for n, base in zip(self.lengths, bases, strict=True)])
-        for name, x in zip(NEAR, wide, strict=True):
-            setattr(self, name, self._rolled(shifted(x, shifts)))
-        self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
+        if last and self.recent is not None:
+            self.recent = ()
+            self._carry(tokens.slice(0, last), before)
+            before = [n + min(count, last) for n, count in zip(before, tokens.counts, strict=True)]
+            tokens = tokens.slice(last, k.shape[1])
+        self._remember(tokens, before)
+        self._carry(tokens, before)
 
-    def _carry(self, near: Sequence[Tensor], pages: list[tuple[int, int]], bases: list[int]) -> None:
-        """Carry the keys of ``pages`` (row and number) to their last tokens; ``near`` as they came, from ``bases``."""
-        if not pages:
+    def _remember(self, tokens: Factors, before: Sequence[int]) -> None:
+        """Note tokens, at most ROWS, as they come after ``before[b]`` of each sequence, while so many are noted."""
+        if self.recent is None:
             return
-        row, page = self.table.new_tensor(pages).long().unbind(1)
-        inside = page - self.table.new_tensor(bases).long()[row] // PAGE
-        k, w, beta = (x.unflatten(2, (-1, PAGE))[row, :, inside] for x in near)  # [M, G, PAGE, ...]
-        block, ids = householder_block(k, k, w, beta), self.table[row, :, page].long()
-        self.k[ids], self.factor[ids] = block.k, cast(Tensor, block.total)
-        whole = (page + 1) * PAGE <= self.length[row]
-        norms = longest(block.k).amax(-1)
-        self.k_norm[row, :, page] = torch.where(whole[:, None], norms, self.k_norm[row, :, page])
+        if not self.recent or len(self.recent[-1]) + tokens.k.shape[1] > ROWS:
+            now = Recent(tuple(before), self.open_keys.clone(), self.open_factor.clone())
+            self.recent = (*self.recent[-1:], now)
+        *old, last = self.recent
+        self.recent = (*old, replace(last, tokens=(*last.tokens, tokens)))
 
-    def _near(self) -> list[Tensor]:
-        """What is known of the last tokens, from the page before the one that is not whole; zero where none is."""
-        ends = self.table.new_tensor([n - near_base(n) for n in self.lengths])
-        past = (torch.arange(2 * PAGE, device=ends.device) >= ends[:, None])[:, None]  # [B, 1, 2 PAGE]
-        found = [self._rolled(getattr(self, name)) for name in NEAR]
-        return [x.masked_fill(past.view(*past.shape, *(1,) * (x.ndim - 3)), 0) for x in found]
+    def _carry(self, tokens: Factors, before: Sequence[int]) -> None:
+        """Carry the open groups over tokens that follow ``before[b]`` of each sequence; groups become whole."""
+        done, S = [0] * len(before), self.span
+        while any(now < n for now, n in zip(done, tokens.counts, strict=True)):
+            at = [(n + now) % S for n, now in zip(before, done, strict=True)]  # in their groups
+            more = [min(n - now, S - start) for n, now, start in zip(tokens.counts, done, at, strict=True)]
+            self._carry_within(tokens, done, at, more)
+            for b, (n, now, start) in enumerate(zip(before, done, at, strict=True)):
+                if more[b] and start + more[b] == S:
+                    self._close(b, (n + now) // S)
+            done = [now + n for now, n in zip(done, more, strict=True)]
 
-    def _rolled(self, x: Tensor) -> Tensor:
-        """Entries ``[B, G, 2 PAGE, ...]`` from the page before the open one on, as they are kept, and the other way."""
-        odd = self.table.new_tensor([near_base(n) // PAGE % 2 for n in self.lengths]).bool()
-        return torch.where(odd.view(-1, *(1,) * (x.ndim - 1)), x.roll(PAGE, 2), x)
+    def _carry_within(self, tokens: Factors, first: list[int], at: list[int], more: list[int]) -> None:
+        """Carry the open groups over ``more[b]`` tokens from ``first[b]`` on, which come ``at[b]`` in their groups."""
+        device, dtype, T, (G, S) = self.open_keys.device, self.open_keys.dtype, max(more), self.open_keys.shape[1:3]
+        starts, counts, places = (torch.tensor(x, device=device)[:, None] for x in (first, more, at))
+        step, number = torch.arange(T, device=device), torch.arange(S, device=device)
+        index, absent = (starts + step).clamp(max=tokens.k.shape[1] - 1), step >= counts  # [B, T]
+
+        def taken(x: Tensor) -> Tensor:
+            shape = (*index.shape, *(1,) * (x.ndim - 2))
+            x = x.gather(1, index.view(shape).expand(-1, -1, *x.shape[2:])).masked_fill(absent.view(shape), 0)
+            return cut(heads_first(x, G, dtype), PAGE)
+
+        k, w, beta = map(taken, tokens[:3])  # [B, G, n, PAGE, ...]
+        block = householder_block(k, k, w, beta)
+        factor = cast(Tensor, block.total)
+        after = later_factors(factor)
+        new, total = (block.k @ after.mT).flatten(2, 3), after[:, :, 0] @ factor[:, :, 0]
+        self.open_factor.copy_(torch.where((places > 0)[..., None, None], total @ self.open_factor, total))
+        old = (self.open_keys @ total.mT).masked_fill((number >= places)[:, None, :, None], 0)
+        mine, inside = (number >= places) & (number < places + counts), (number - places).clamp(0, T - 1)  # [B, S]
+        placed = new.gather(2, inside[:, None, :, None].expand(-1, G, -1, new.shape[3]))
+        self.open_keys.copy_(torch.where(mine[:, None, :, None], placed, old))
+
+    def _close(self, b: int, number: int) -> None:
+        """Group ``number`` of sequence b is whole: its keys go to its pages, its product to those of groups."""
+        each = self.group
+        pages = slice(number * each, (number + 1) * each)
+        ids, keys = self.table[b, :, pages].long(), self.open_keys[b].unflatten(1, (each, PAGE)).to(self.k.dtype)
+        self.k[ids[ids >= 0]] = keys[ids >= 0]
+        self.k_norm[b, :, pages] = longest(keys).amax(-1).masked_fill(ids < 0, 0.0)
+        self.factors[b, :, number] = self.open_factor[b]
 
     @torch.no_grad()
     def extend(
@@ -171,107 +274,154 @@ class CarriedPool(KeyPool):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None,
         impl: Literal["triton", "reference"] = "triton", carry: bool = True,
     ) -> Tensor:  # fmt: skip
+        T, before = q.shape[1], self.lengths
         if impl == "triton":
-            groups = PathGroups(self.factor, near=NearKeys(self.near_k, self.near_w, self.near_beta))
-            return step_pool(self, q, v, path_tokens(k, gate, count), groups, given)
-        T, lengths = q.shape[1], self.lengths
-        there = None if count is None else torch.arange(T, device=q.device) >= T - count[:, None]
-        o, lse = self.extend(scaled_queries(q, given.scale), k, v, gate, there, given)
-        self.lengths = lengths
+            from attnzoo.kernels.decode import paged_path_step
+
+            if self.recent is not None:
+                self._remember(Factors.of(k, gate, last_tokens(T, count)), before)
+            x, tokens = v.to(self.v.dtype), path_tokens(k.to(self.k.dtype), gate, count)
+            options = step_options(given)
+            return paged_path_step(q, x, tokens, self.state(), self.groups, options=options, carry=carry).to(v.dtype)
+        there = last_tokens(T, count)
+        o, lse = attend_carried(scaled_queries(q, given.scale), k, v, gate, self, there, given)
+        if carry:
+            self.add(k, v, gate, there)
+        else:
+            self.append(k, v, gate.log_decay, there)
+        self.lengths = before
         return attend_with_sink(o, lse, given.sink)[0].transpose(1, 2).to(v.dtype)
 
-    def counted(self, counts: Sequence[int]) -> None:
-        super().counted(counts)
-        self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
-
     def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
-        """Keep tokens as :meth:`KeyPool.keep` does.
-
-        It waits for the device, because the host must know which pages hold these tokens.
-        """
         assert call is not None
-        before, T = self.lengths, call.q.shape[1]
-        counts = list(zip(before, kept.tolist(), strict=True))
-        left, there = [n + more for n, more in counts], [n + T * (more > 0) for n, more in counts]
-        if left != there:
-            self.lengths = there
-            self.crop(left)
-        self.lengths = before  # the host counts them after the step
+        self.crop_sums(length.int())
+        impl: Literal["triton", "reference"] = "triton" if kept.is_cuda else "reference"
+        self.carry(call.k, call.gate.per_token(call.q), kept, impl)
+
+    def carry(
+        self, k: Tensor, gate: Gate, kept: Tensor, impl: Literal["triton", "reference"] = "triton"
+    ) -> None:  # fmt: skip
+        """Carry keys over the first ``kept[b]`` tokens of a step that did not; the device's lengths count them."""
+        T = k.shape[1]
+        if impl == "reference":
+            tokens = Factors.of(k, gate, None)._replace(counts=kept.tolist())
+            self._carry(tokens, (self.length - kept).tolist())
+            return
+        from attnzoo.kernels.decode import paged_path_carry
+
+        order = (torch.arange(T, device=k.device) - (T - kept[:, None])).clamp(min=0)  # these tokens last
+
+        def last(x: Tensor) -> Tensor:
+            return x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
+
+        tokens = path_tokens(last(k.to(self.k.dtype)), Gate(w=gate.w, beta=gate.beta).map(last), kept.int())
+        paged_path_carry(tokens, self.state(), self.groups)
+
+    @torch.no_grad()
+    def crop_sums(self, length: Tensor) -> None:
+        """Crop the sums of gates as :meth:`KeyPool.crop_sums`; a page's bound of its longest key does not shrink."""
+        norms = self.k_norm.clone()
+        super().crop_sums(length)
+        self.k_norm.copy_(torch.where(self.k_norm > 0, norms.maximum(self.k_norm), 0.0))
 
     def notes(self) -> dict[str, Any]:
-        return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
+        opened = {"open_keys": self.open_keys.clone(), "open_factor": self.open_factor.clone()}
+        return {**super().notes(), **opened, "recent": self.recent}
 
     def check_crop(self, lengths: Sequence[int]) -> None:
         """As :meth:`KeyPool.check_crop`.
 
         Raises:
-            ValueError: also where a page that would not be whole any more lies so far back that its keys, as they came,
-                are not known.
+            ValueError: also where a group that would not be whole any more lies so far back that its keys, as they
+                came, are not known.
         """
-        super().check_crop(lengths)
-        for known, n in zip(self.known, lengths, strict=True):
-            if n % PAGE and n // PAGE * PAGE < known:
-                raise ValueError(f"tokens: expected at least {known} (earlier keys have been carried), got {n}")
+        known = self.recent[0].lengths if self.recent else self.lengths
+        for least, n in zip(known, lengths, strict=True):
+            if n % self.span and n < least:
+                raise ValueError(f"tokens: expected at least {least} (earlier keys have been carried), got {n}")
 
     @torch.no_grad()
     def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
-        if notes is None:
-            self.check_crop(lengths)
-            self.known = [min(known, n) for known, n in zip(self.known, lengths, strict=True)]
-        else:
-            same = notes["near_k"] is self.near_k  # then steps have written over what they needed no more
-            kept = zip(notes["known"], self.known, strict=True)
-            self.known = [max(then, now) if same else then for then, now in kept]
-            for name in NEAR:
-                setattr(self, name, notes[name])
         super().crop(lengths, notes)
-        near, bases = self._near(), [near_base(n) for n in lengths]
-        pages = [(b, n // PAGE) for b, n in enumerate(lengths) if n % PAGE]
-        self._carry(near, pages, bases)
-        for b, n in pages:
-            start = n * PAGE - bases[b]
-            self.k_norm[b, :, n] = longest(near[0][b, :, start : start + PAGE]).amax(-1)
+        if notes is not None:
+            self.open_keys.copy_(notes["open_keys"])
+            self.open_factor.copy_(notes["open_factor"])
+            self.recent = notes["recent"]
+            return
+        recent = self.recent or ()
+        while len(recent) > 1 and all(n >= start for n, start in zip(lengths, recent[1].lengths, strict=True)):
+            recent = recent[1:]
+        self.recent = ()
+        for n, one in enumerate(recent):
+            if not n:
+                self.open_keys.copy_(one.keys)
+                self.open_factor.copy_(one.factor)
+            before = list(one.lengths)
+            for tokens in one.tokens:
+                counts = [min(c, max(0, m - s)) for c, m, s in zip(tokens.counts, lengths, before, strict=True)]
+                kept = tokens._replace(counts=counts)
+                self._remember(kept, before)
+                self._carry(kept, before)
+                before = [s + c for s, c in zip(before, counts, strict=True)]
+
+    @property
+    def groups(self) -> PathGroups:
+        """What carries its keys, as the kernels take it."""
+        return PathGroups(self.factors, OpenGroup(self.open_keys, self.open_factor, self.base))
 
     @torch.no_grad()
     def select(self, index: Tensor) -> None:
         super().select(index)
-        self.known = [self.known[b] for b in index.tolist()]
-
-    @torch.no_grad()
-    def reset(self, row: int) -> None:
-        super().reset(row)
-        self.known[row] = 0
+        self.recent = None if self.recent is None else tuple(one.select(index) for one in self.recent)
 
     @torch.no_grad()
     def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
+        assert isinstance(other, CarriedPool)
+        factors, other.factors = other.factors, self.factors[row : row + 1]
         super().adopt(row, other, tokens, twin)
-        self.known[row] = cast(CarriedPool, other).known[0]
+        other.factors, n = factors, min(factors.shape[2], self.factors.shape[2])
+        self.factors[row, :, :n] = factors[0, :, :n]
 
 
-def near_base(tokens: int) -> int:
-    """The first token of the page before the one that is not whole."""
-    return max(0, tokens // PAGE - 1) * PAGE
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which keys of the open group are carried."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def shifted(x: Tensor, by: Tensor) -> Tensor:
-    """``x [B, G, S, ...]`` from entry ``by[b]`` on, two pages of it; zero where there is none."""
-    index = by[:, None] + torch.arange(2 * PAGE, device=x.device)
-    there = (index >= 0) & (index < x.shape[2])
-    index = index.clamp(0, x.shape[2] - 1)
-    shape = (len(by), 1, 2 * PAGE, *(1,) * (x.ndim - 3))
-    found = x.gather(2, index.view(shape).expand(-1, x.shape[1], -1, *x.shape[3:]))
-    return found.masked_fill(~there.view(shape), 0)
+def open_group(
+    B: int, G: int, K: int, dtype: torch.dtype, device: torch.device | str, group: int
+) -> dict[str, Tensor]:  # fmt: skip
+    """The fields of a :class:`CarriedPool` in which no group of ``group`` pages has begun."""
+    return {
+        "open_keys": torch.zeros(B, G, group * PAGE, K, dtype=wide(dtype), device=device),
+        "open_factor": torch.eye(K, dtype=wide(dtype), device=device).repeat(B, G, 1, 1),
+        "base": torch.zeros(B, dtype=torch.int32, device=device),
+    }
 
 
-def step_pool(
-    pool: KeyPool, q: Tensor, v: Tensor, tokens: PathTokens, groups: PathGroups, given: SoftmaxOptions,
-    carry: bool = True,
-) -> Tensor:  # fmt: skip
-    """Add few tokens to ``pool`` and attend, in kernels: ``paged_path_step``, with values in the dtype of the pool."""
-    from attnzoo.kernels.decode import paged_path_step
+def eye_like(x: Tensor) -> Tensor:
+    """The identity ``[K, K]`` beside ``x [..., K, K]``."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
-    x = v.to(pool.v.dtype)
-    return paged_path_step(q, x, tokens, pool.state(), groups, options=step_options(given), carry=carry).to(v.dtype)
+
+def later_factors(factor: Tensor) -> Tensor:
+    """Products ``[..., n, K, K]`` that take rows from the end of the last group to that of each group.
+
+    Args:
+        factor: that of each group, which takes rows from its end to that of the group before, ``[..., n, K, K]``.
+    """
+    product = torch.cat([factor[..., 1:, :, :], eye_like(factor).expand_as(factor[..., :1, :, :])], -3)
+    reach = 1
+    while reach < product.shape[-3]:  # each is that over the next ``reach`` groups
+        further = product[..., reach:, :, :] @ product[..., :-reach, :, :]
+        product = torch.cat([further, product[..., -reach:, :, :]], -3)
+        reach *= 2
+    return product
+
+
+def last_tokens(T: int, count: Tensor | None) -> Tensor | None:
+    """Which of T tokens are the last ``count [B]``, ``[B, T]`` bool; None for all."""
+    return None if count is None else torch.arange(T, device=count.device) >= T - count[:, None]
 
 
 def path_tokens(k: Tensor, gate: Gate, count: Tensor | None) -> PathTokens:
@@ -303,33 +453,40 @@ def attend_carried(
         ``[B, H, C, V]``, and the log-sum-exps ``[B, H, C]``.
     """
     (B, H, C, _), G, dtype, device, window = q.shape, k.shape[2], q.dtype, q.device, given.window
-    R, least = H // G, least_logit(dtype)
+    R, least, each = H // G, least_logit(dtype), pool.group
     w, beta = (heads_first(cast(Tensor, x), H, dtype) for x in (gate.w, gate.beta))
     block = householder_block(q, heads_first(k, H, dtype), w, beta)
     back = block.q.unflatten(1, (G, R))  # [B, G, R, C, K], at the start of these tokens
     rank = torch.arange(C, device=device).expand(B, C) if valid is None else valid.cumsum(1) - 1
     at = pool.length.long()[:, None] + rank  # [B, C]
-    last = (pool.length.long() - 1).div(PAGE, rounding_mode="floor")  # [B]: the pages from there on backwards
-    scores, ids = [], []
-    for n in range(int((pool.pages >= 0).sum(-1).max())):
-        page = (last - n)[:, None].expand(B, G)
-        id = pool.table.gather(2, page.clamp(0, pool.table.shape[2] - 1)[..., None])[..., 0].long()
-        ids.append(torch.where(page >= 0, id, -1))
-        scores.append(back @ pool.k[id][:, :, None].mT.to(dtype))
-        back = back @ pool.factor[id][:, :, None].to(dtype)
-    found = torch.stack(ids, 2) if ids else pool.table[:, :, :0].long()  # [B, G, L]
-    pages = (last[:, None] - torch.arange(found.shape[2], device=device))[:, None].expand_as(found)
+    opened = pool.length.long() // pool.span  # [B]: the group that is not whole, and those from there on backwards
+    scores, ids = [back[..., :0]], [pool.table[:, :, :0].long()]
+    for n in range(pool.groups_alive()):
+        number = (opened - n)[:, None, None]  # [B, 1, 1]
+        pages = number * each + torch.arange(each, device=device)  # [B, 1, each]
+        table = pool.table.gather(2, pages.clamp(0, pool.table.shape[2] - 1).expand(B, G, each)).long()
+        ids.append(torch.where((pages >= 0) & (pages < pool.table.shape[2]), table, -1))
+        keys = pool.open_keys if not n else pool.k[ids[-1].clamp(min=0)].flatten(2, 3)  # [B, G, S, K]
+        scores.append(back @ keys[:, :, None].mT.to(dtype))
+        there = number.clamp(0, pool.factors.shape[2] - 1)[..., None, None].expand(B, G, 1, *pool.open_factor.shape[2:])
+        factor = pool.factors.gather(2, there)[:, :, 0] if n else pool.open_factor
+        none = (number < pool.base[:, None, None]) if n else (pool.length % pool.span == 0)[:, None, None]
+        factor = torch.where(none[..., None], eye_like(factor), factor)
+        back = back @ factor[:, :, None].to(dtype)
+    found = torch.cat(ids, 2)  # [B, G, L]
+    numbers = opened[:, None] - torch.arange(len(ids) - 1, device=device)  # [B, groups]
+    pages = (numbers[..., None] * each + torch.arange(each, device=device)).flatten(1)[:, None].expand_as(found)
     index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
     known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
     hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)
     if window is not None:
         hidden = hidden | (index[:, :, None, None] <= at[:, None, None, :, None] - window)
-    old = logits_of(torch.cat([back[..., :0], *scores], -1), given)
+    old = logits_of(torch.cat(scores, -1), given)
     own = logits_of(block.scores.unflatten(1, (G, R)), given)
     if gate.log_decay is not None:
         inside = block_decay(heads_first(gate.log_decay, H, dtype))
         total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
-        inside_table = pages.clamp(0, page_sum.shape[2] - 1)[:, :, None].expand(B, G, R, -1)  # the first one may be new
+        inside_table = pages.clamp(0, page_sum.shape[2] - 1)[:, :, None].expand(B, G, R, -1)  # some may be new
         starts = page_sum.unflatten(1, (G, R)).gather(3, inside_table)
         within = cast(Tensor, pool.decay)[found.clamp(min=0)].permute(0, 1, 4, 2, 3).double()
         after = total_sum.unflatten(1, (G, R))[..., None] - (starts[..., None] + within).flatten(3)
