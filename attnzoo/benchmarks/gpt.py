@@ -305,7 +305,8 @@ def measure(peers: Sequence[TimedGPT], result: Result, seconds: float, keep: Cal
             keep(result)
     for mode in modes:
         late = [name for name, of in left.values() if of == mode]
-        missing += [f"{mode}, {', '.join(late)}: no time was left"] if late else []
+        others = f" and {len(late) - 8} others" if len(late) > 8 else ""
+        missing += [f"{mode}, {', '.join(late[:8])}{others}: no time was left"] if late else []
 
 
 def _ran(
@@ -336,13 +337,13 @@ def table(result: Result) -> str:
         f"{sizes.batch} sequences of {sizes.context} tokens; median of {result['steps']} steps.",
         "",
     ]
-    columns = ["attention"]
-    for mode in MODES:
+    columns, modes = ["attention"], [name for name in MODES if name in {mode for _, mode in rows}]
+    for mode in modes:
         columns += [f"{mode}: tokens/s", "of SDPA's", "first step s", "GiB"]
     cells = []
     for name in dict.fromkeys(name for name, _ in rows):
         line = [name]
-        for mode in MODES:
+        for mode in modes:
             row, plain = rows.get((name, mode)), rows.get((PLAIN, mode))
             if row is None:
                 line += ["-"] * 4

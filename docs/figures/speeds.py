@@ -9,6 +9,7 @@ from typing import Any
 from quoted import BENCHMARKS, mean, over, run
 from quoted import row as row_of
 
+from attnzoo.benchmarks.gpt import MODES, PLAIN
 from attnzoo.experiments.experiment import find
 from attnzoo.registry import BUILT_IN, PAIRS
 
@@ -160,6 +161,24 @@ def layers(results: Path) -> str:
     return markdown(titles, lines)
 
 
+def gpt(results: Path) -> str:
+    """A GPT's training with each attention, by the newest run."""
+    folder, record = records("gpt")[0]
+    rows = {(row["name"], row["mode"]): row for row in record["rows"]}
+    modes = [mode for mode in MODES if (PLAIN, mode) in rows]
+    lines = []
+    for name in dict.fromkeys(name for name, _ in rows):
+        cells = []
+        for mode in modes:
+            row = rows.get((name, mode))
+            speed = f"{row['tokens_per_second'] / 1e3:.0f}" if row else ""
+            share = f"{row['tokens_per_second'] / rows[PLAIN, mode]['tokens_per_second']:.2f}" if row else ""
+            cells += [speed, share, f"{row['first_s']:.0f}" if row else "", f"{row['peak_GiB']:.0f}" if row else ""]
+        lines.append([name, *cells])
+    titles = [title for mode in modes for title in (f"{mode}, thousand tokens/s", "of SDPA's", "first step, s", "GiB")]
+    return markdown([f"{machine(record)}, {link(folder)}", *titles], lines)
+
+
 def five(results: Path) -> str:
     """The README's five, each a ratio of two times of one run."""
     fox, k64, k128 = (
@@ -199,7 +218,7 @@ def five(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "FoX": fox, "PaTH": path, "Wall": wall, "decoding": decode, "generation": generate, "layers": layers,
+    "FoX": fox, "PaTH": path, "Wall": wall, "decoding": decode, "generation": generate, "layers": layers, "GPT": gpt,
 }  # fmt: skip
 
 
