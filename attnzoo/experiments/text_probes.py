@@ -1,4 +1,4 @@
-"""Further probes on held-out text: losses of its stretches, and of a text that is read twice."""
+"""Further probes on held-out text: losses of its stretches and of a text that is read twice, what heads keep of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from attnzoo.evaluation import token_losses
+from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments.probes import ByLength, Probed, text_losses
 
 
@@ -63,3 +63,29 @@ class ReadAgain(ByLength):
             rows = torch.cat([text, text], 1)
             found[length] = float(token_losses(subject.model, rows)[:, text.shape[1] :].mean())
         return found
+
+
+@dataclass(frozen=True)
+class KeptByHead:
+    """The histogram over heads of the share of blocks that pruning with the tail bound keeps of one held-out training
+    context: the share of all heads in each quarter.
+
+    Args:
+        name: what a reader sees.
+        block: rows and keys per block.
+    """
+
+    name: str = "heads by blocks kept"
+    block: int = 64
+    places: str = "upper end of a quarter of blocks kept"
+    percent: bool = True
+    at: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1.0)
+    task: ClassVar[bool] = False
+
+    def measure(self, subject: Probed) -> dict[float, float]:
+        maps = gate_maps(subject.model, subject.windows(1.0)[0, :-1], block=self.block)
+        kept = [gate.prune["tail"].kept for gate in maps if "tail" in gate.prune]
+        if not kept:
+            return {}
+        heads = np.concatenate(kept)
+        return dict(zip(self.at, np.histogram(heads, (0.0, *self.at))[0] / len(heads), strict=True))

@@ -11,7 +11,7 @@ from torch import nn
 
 from attnzoo.data import Data
 from attnzoo.experiments.probes import Loss, Probed
-from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
+from attnzoo.experiments.text_probes import KeptByHead, LossByStretch, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 from attnzoo.training.config import TrainConfig
@@ -54,3 +54,18 @@ def test_stretches_have_the_mean_loss_of_the_whole_text():
     assert list(found) == list(LossByStretch(stretches=8).at)
     assert np.mean(list(found.values())) == pytest.approx(Loss().measure(asked)[1.0])
     assert len(set(found.values())) == 8
+
+
+def test_histogram_of_heads_tells_local_from_global_ones():
+    """Of four heads three forget at once and one never does."""
+    torch.manual_seed(0)
+    config = ModelConfig(attention="fox", hidden_size=32, num_layers=1, num_heads=4, vocab_size=16)
+    model = LanguageModel(config).eval()
+    (gate,) = (each for name, each in model.named_parameters() if name.endswith("forget_proj.bias"))
+    gate.data[:] = torch.tensor([-30.0, -30.0, 30.0, -30.0])
+    found = KeptByHead(block=2).measure(subject(model))
+    assert found == {0.25: 0.75, 0.5: 0, 0.75: 0, 1.0: 0.25}
+    model = LanguageModel(
+        ModelConfig(hidden_size=16, attention="nope", num_layers=1, num_heads=1, vocab_size=16)
+    ).eval()
+    assert KeptByHead().measure(subject(model)) == {}

@@ -6,6 +6,7 @@ from attnzoo.experiments.catalogue.pairs import PACKAGES, size
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
+from attnzoo.experiments.text_probes import KeptByHead
 
 PAPER = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
 CONTEXTS = (4096, 8192, 16384)
@@ -14,6 +15,11 @@ PRUNED = {"plain": {}, "ACP": {"acp": True}}
 
 def name_of(kind: str, tokens: int) -> str:
     return f"{tokens // 1024}k, {kind}"
+
+
+def heads(kept: float) -> Value:
+    """The share of the heads in a quarter of blocks kept."""
+    return Value(name_of("ACP", CONTEXTS[-1]), KeptByHead().name, kept)
 
 
 def model(width: int, layers: int) -> Size:
@@ -45,7 +51,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": model(256, 4), "gpu-10m": model(384, 6), "gpu-25m": model(512, 8),
     },
-    probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), PrunedLoss(length=1.0)),
+    probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), KeptByHead(), PrunedLoss(length=1.0)),
     expectations=(
         *(Expectation(f"Training is faster with pruning in a context of {T} tokens.",
                       f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
@@ -56,6 +62,10 @@ EXPERIMENT = Experiment(
                                     paired=True) for T in CONTEXTS))),
         Expectation("It drops half of the blocks of the training context, or more.", f"{PAPER}, Figure 2",
                     All(tuple(AtMost(Value(name_of("ACP", T), "blocks kept"), 0.5) for T in CONTEXTS))),
+        Expectation("A head is local or global, and there are both: of 16,384 tokens more heads keep less than a "
+                    "quarter of the blocks, and more keep over three quarters, than a share in either quarter between.",
+                    f"{PAPER}, Figure 4", All(tuple(Below(heads(inner), heads(outer)) for inner in (0.5, 0.75)
+                                                    for outer in (0.25, 1.0)))),
     ),
     grids=tuple(
         Grid(title, tuple(PRUNED), tuple(f"{T} tokens" for T in CONTEXTS),
