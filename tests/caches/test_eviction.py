@@ -11,7 +11,8 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forms.caches.pages.page_table import PoolSizes
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
-from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
+from attnzoo.forms.caches.path_pages.attention import attend_carried
+from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.options import NOTHING_ASKED
 
 LOG_EPS = -10.0

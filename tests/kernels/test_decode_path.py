@@ -15,7 +15,8 @@ from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.caches.pages.page_table import PAGE, PoolSizes
-from attnzoo.forms.caches.path_pages.pool import CarriedPool, attend_carried
+from attnzoo.forms.caches.path_pages.attention import attend_carried
+from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.decode import PathTokens, paged_path_step

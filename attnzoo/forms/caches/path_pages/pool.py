@@ -14,73 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import block_decay, cut, heads_first, scaled_queries
+from attnzoo.algebra.transitions import cut, heads_first, scaled_queries
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import CHUNK, Pages, PoolSizes, resized
 from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest, pool_of
-from attnzoo.forms.caches.pages.present_tokens import in_front
+from attnzoo.forms.caches.path_pages.attention import attend_carried
+from attnzoo.forms.caches.path_pages.factors import eye_like, later_factors, open_group, wide
+from attnzoo.forms.caches.path_pages.tokens import Factors, Recent, last_tokens, path_tokens
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
-from attnzoo.forms.readout import attend_with_sink, least_logit, logits_of
+from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.common.untraced import untraced
-from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups, PathTokens
+from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups
 
 GROUP = 8  # pages
-
-
-class Factors(NamedTuple):
-    """New keys ``[B, T, G, K]`` with w and beta, those that exist first, and how many these are of each sequence."""
-
-    k: Tensor
-    w: Tensor
-    beta: Tensor
-    counts: list[int]
-
-    @staticmethod
-    def of(k: Tensor, gate: Gate, valid: Tensor | None) -> Factors:
-        """By ``valid [B, T]`` bool, None for all."""
-        order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
-        x = (k, cast(Tensor, gate.w), cast(Tensor, gate.beta))
-        if valid is not None:
-            x = tuple(y.gather(1, order.view(*order.shape, *(1,) * (y.ndim - 2)).expand_as(y)) for y in x)
-        return Factors(*x, counts)
-
-    def slice(self, start: int, stop: int) -> Factors:
-        """The tokens from ``start`` to ``stop``."""
-        counts = [min(max(n - start, 0), stop - start) for n in self.counts]
-        return Factors(self.k[:, start:stop], self.w[:, start:stop], self.beta[:, start:stop], counts)
-
-
-@dataclass(frozen=True, eq=False)
-class Recent:
-    """The last tokens as they came, by which a sequence becomes shorter: keys that are carried cannot be carried back.
-
-    Args:
-        lengths: of the sequences before them.
-        keys, factor: ``open_keys`` and ``open_factor`` of the pool before them.
-        tokens: these tokens, by call.
-    """
-
-    lengths: tuple[int, ...]
-    keys: Tensor
-    factor: Tensor
-    tokens: tuple[Factors, ...] = ()
-
-    def __len__(self) -> int:
-        return sum(x.k.shape[1] for x in self.tokens)
-
-    def select(self, index: Tensor) -> Recent:
-        """That of the sequences ``index``."""
-        rows = index.tolist()
-        tokens = (Factors(*(x[index] for x in one[:3]), [one.counts[b] for b in rows]) for one in self.tokens)
-        return Recent(tuple(self.lengths[b] for b in rows), self.keys[index], self.factor[index], tuple(tokens))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -381,127 +335,3 @@ class CarriedPool(KeyPool):
         super().adopt(row, other, tokens, twin)
         other.factors, n = factors, min(factors.shape[2], self.factors.shape[2])
         self.factors[row, :, :n] = factors[0, :, :n]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which keys of the open group are carried."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def open_group(
-    B: int, G: int, K: int, dtype: torch.dtype, device: torch.device | str, group: int
-) -> dict[str, Tensor]:  # fmt: skip
-    """The fields of a :class:`CarriedPool` in which no group of ``group`` pages has begun."""
-    return {
-        "open_keys": torch.zeros(B, G, group * PAGE, K, dtype=wide(dtype), device=device),
-        "open_factor": torch.eye(K, dtype=wide(dtype), device=device).repeat(B, G, 1, 1),
-        "base": torch.zeros(B, dtype=torch.int32, device=device),
-    }
-
-
-def eye_like(x: Tensor) -> Tensor:
-    """The identity ``[K, K]`` beside ``x [..., K, K]``."""
-    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-
-
-def later_factors(factor: Tensor) -> Tensor:
-    """Products ``[..., n, K, K]`` that take rows from the end of the last group to that of each group.
-
-    Args:
-        factor: that of each group, which takes rows from its end to that of the group before, ``[..., n, K, K]``.
-    """
-    product = torch.cat([factor[..., 1:, :, :], eye_like(factor).expand_as(factor[..., :1, :, :])], -3)
-    reach = 1
-    while reach < product.shape[-3]:  # each is that over the next ``reach`` groups
-        further = product[..., reach:, :, :] @ product[..., :-reach, :, :]
-        product = torch.cat([further, product[..., -reach:, :, :]], -3)
-        reach *= 2
-    return product
-
-
-def last_tokens(T: int, count: Tensor | None) -> Tensor | None:
-    """Which of T tokens are the last ``count [B]``, ``[B, T]`` bool; None for all."""
-    return None if count is None else torch.arange(T, device=count.device) >= T - count[:, None]
-
-
-def path_tokens(k: Tensor, gate: Gate, count: Tensor | None) -> PathTokens:
-    """New tokens with gates per token, of which each sequence gets ``count [B]``, or all."""
-    log_decay = None if gate.log_decay is None else gate.log_decay.float()
-    return PathTokens(k, cast(Tensor, gate.w), cast(Tensor, gate.beta), log_decay, count)
-
-
-def attend_carried(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Gate,
-    pool: CarriedPool,
-    valid: Tensor | None,
-    given: SoftmaxOptions,
-) -> tuple[Tensor, Tensor]:
-    """Attention of C new tokens over the keys in the pool and their own, before they are added.
-
-    Args:
-        q: scaled queries ``[B, H, C, K]``, in the dtype of the computation.
-        k: ``[B, C, G, K]``.
-        v: ``[B, C, G, V]``.
-        gate: theirs, per token.
-        valid: those that exist, ``[B, C]``, or None for all.
-        given: options of the call.
-
-    Returns:
-        ``[B, H, C, V]``, and the log-sum-exps ``[B, H, C]``.
-    """
-    (B, H, C, _), G, dtype, device, window = q.shape, k.shape[2], q.dtype, q.device, given.window
-    R, least, each = H // G, least_logit(dtype), pool.group
-    w, beta = (heads_first(cast(Tensor, x), H, dtype) for x in (gate.w, gate.beta))
-    block = householder_block(q, heads_first(k, H, dtype), w, beta)
-    back = block.q.unflatten(1, (G, R))  # [B, G, R, C, K], at the start of these tokens
-    rank = torch.arange(C, device=device).expand(B, C) if valid is None else valid.cumsum(1) - 1
-    at = pool.length.long()[:, None] + rank  # [B, C]
-    opened = pool.length.long() // pool.span  # [B]: the group that is not whole, and those from there on backwards
-    scores, ids = [back[..., :0]], [pool.table[:, :, :0].long()]
-    for n in range(pool.groups_alive()):
-        number = (opened - n)[:, None, None]  # [B, 1, 1]
-        pages = number * each + torch.arange(each, device=device)  # [B, 1, each]
-        table = pool.table.gather(2, pages.clamp(0, pool.table.shape[2] - 1).expand(B, G, each)).long()
-        ids.append(torch.where((pages >= 0) & (pages < pool.table.shape[2]), table, -1))
-        keys = pool.open_keys if not n else pool.k[ids[-1].clamp(min=0)].flatten(2, 3)  # [B, G, S, K]
-        scores.append(back @ keys[:, :, None].mT.to(dtype))
-        there = number.clamp(0, pool.factors.shape[2] - 1)[..., None, None].expand(B, G, 1, *pool.open_factor.shape[2:])
-        factor = pool.factors.gather(2, there)[:, :, 0] if n else pool.open_factor
-        none = (number < pool.base[:, None, None]) if n else (pool.length % pool.span == 0)[:, None, None]
-        factor = torch.where(none[..., None], eye_like(factor), factor)
-        back = back @ factor[:, :, None].to(dtype)
-    found = torch.cat(ids, 2)  # [B, G, L]
-    numbers = opened[:, None] - torch.arange(len(ids) - 1, device=device)  # [B, groups]
-    pages = (numbers[..., None] * each + torch.arange(each, device=device)).flatten(1)[:, None].expand_as(found)
-    index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
-    known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
-    hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)
-    if window is not None:
-        hidden = hidden | (index[:, :, None, None] <= at[:, None, None, :, None] - window)
-    old = logits_of(torch.cat(scores, -1), given)
-    own = logits_of(block.scores.unflatten(1, (G, R)), given)
-    if gate.log_decay is not None:
-        inside = block_decay(heads_first(gate.log_decay, H, dtype))
-        total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
-        inside_table = pages.clamp(0, page_sum.shape[2] - 1)[:, :, None].expand(B, G, R, -1)  # some may be new
-        starts = page_sum.unflatten(1, (G, R)).gather(3, inside_table)
-        within = cast(Tensor, pool.decay)[found.clamp(min=0)].permute(0, 1, 4, 2, 3).double()
-        after = total_sum.unflatten(1, (G, R))[..., None] - (starts[..., None] + within).flatten(3)
-        old = old + (after.clamp(max=0)[..., None, :] + inside.entry.unflatten(1, (G, R))[..., None]).to(dtype)
-        own = own + inside.between.unflatten(1, (G, R))
-        hidden = hidden | (index[:, :, None] < since.unflatten(1, (G, R))[..., None])[..., None, :]
-    future = torch.ones(C, C, dtype=torch.bool, device=device).triu(1).expand(B, C, C)
-    if valid is not None:
-        future = future | ~valid[:, None]
-    if window is not None:
-        future = future | (at[:, None] <= at[..., None] - window)
-    old = old.clamp(min=least).masked_fill(hidden, least)
-    own = own.masked_fill(future[:, None, None], 0).clamp(min=least).masked_fill(future[:, None, None], least)
-    logits = torch.cat([old, own], -1)
-    cached = pool.v[found.clamp(min=0)].flatten(2, 3).to(dtype).masked_fill(~known[..., None], 0)
-    values = torch.cat([cached, heads_first(v, G, dtype)], 2)
-    o = logits.softmax(-1) @ values[:, :, None]
-    return o.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2)
