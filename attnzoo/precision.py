@@ -119,8 +119,15 @@ class GateAffine(PreciseModule):
         if self.bias is not None and self.start is not None:
             nn.init.constant_(self.bias, self.start)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``W x + b``; with a bias in at least float32, added to the product in float32 where x has 16 bits."""
+    def forward(self, x: Tensor, product: Tensor | None = None) -> Tensor:
+        """``W x + b``; with a bias in at least float32, added to the product in float32 where x has 16 bits.
+
+        Args:
+            x: ``[..., inputs]``.
+            product: ``W x`` where it is known.
+        """
+        if product is not None:
+            return product if self.bias is None else product + self.bias
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if self.bias is None or (x.dtype == self.bias.dtype and not autocast):
             return F.linear(x, self.weight, self.bias)

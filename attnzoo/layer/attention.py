@@ -39,6 +39,7 @@ from attnzoo.layer.modules import (
     ShortConvolution,
     TokenShift,
     l2_normalize,
+    products,
     untouched,
     writes_fuse,
 )
@@ -434,6 +435,10 @@ class Attention(NoticedStarts):
         config, (of_q, of_k, of_v), (map_q, map_k) = self.config, self._heads, self._maps
         q, k, v = self.rows(x, stream)
         if self.k_shift is not None and self.v_shift is not None:
+            parts = (self.k_shift, self.v_shift, self.gate)
+            if (x.is_cuda or self._impl == "triton") and all(map(untouched, parts)):
+                maps = {"k_shift": self.k_shift.proj, "v_shift": self.v_shift.proj, **self.gate.maps}
+                stream.products.update(products(x, maps, self._impl))
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
         rows = stream.shape
         q, k, v = q.reshape(*rows, *of_q), k.reshape(*rows, *of_k), v.reshape(*rows, *of_v)

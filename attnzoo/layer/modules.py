@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,15 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
     """
     unbiased = getattr(linear, "unbiased", None) if apart and untouched(linear) else None
     return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)  # type: ignore[return-value]
+
+
+def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
+    """The products of x with the weights of thin maps, by name, as one; none where each must be called by itself."""
+    weights = [cast(Tensor, part.weight) for part in maps.values() if type(part) is GateAffine and untouched(part)]
+    if len(weights) < len(maps) or len(maps) < 2 or not on_kernels(impl, x, *weights):
+        return {}
+    made = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
+    return dict(zip(maps, made, strict=True))
 
 
 def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -300,7 +309,7 @@ class TokenShift(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""
-        a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
+        a = self.proj(hidden, stream.products.get(name)).sigmoid().to(x.dtype)[..., None]
         heads = (self.heads, -1)
         shifted: Tensor = x.unflatten(-1, heads).lerp(stream.before(name, x).unflatten(-1, heads), a).flatten(-2)
         return shifted

@@ -28,6 +28,7 @@ class Stream:
         device: the device of the rows.
         cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, without padding or a cache; or None.
         windows: the new windows for the cache, by name, from :meth:`windowed`.
+        products: of the rows with thin maps of the layer, by name, where they are known.
     """
 
     valid: Tensor | None
@@ -36,6 +37,7 @@ class Stream:
     device: torch.device
     cu_seqlens: Tensor | None = None
     windows: dict[str, Tensor] = field(default_factory=dict)
+    products: dict[str, Tensor] = field(default_factory=dict)
 
     def positions(self) -> Tensor:
         """The index of each token in its sequence, ``[B, T]`` int64; padding does not count."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 from attnzoo import build_attention
 from attnzoo.kernels import convolution, linear, norms
-from attnzoo.layer import attention
+from attnzoo.layer import attention, modules
 from attnzoo.layer.modules import HeadNorm
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,6 +107,35 @@ def test_hooks_and_exchanged_modules_are_called(called: Counter[str]) -> None:
     assert type(pair("gated_deltanet")[0].output_norm) is HeadNorm
 
 
+@pytest.mark.parametrize("name", ["fox, pro", "path_fox, pro"])
+def test_thin_maps_of_a_pro_block_are_one_product(
+    name: str, called: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the forget gate and both shifts; not where a hook waits, as those that shard a gate by itself."""
+    attn, plain = pair(name)
+    made: list[tuple[str, ...]] = []
+
+    def products(*given: Any) -> dict[str, Tensor]:
+        made.append(tuple(found := modules.products(*given)))
+        return found
+
+    monkeypatch.setattr(attention, "products", products)
+    ours, exact = (
+        [y := layer(rows()), *torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad])]
+        for layer in (attn, plain)
+    )
+    assert made == [("k_shift", "v_shift", "forget")]
+    assert max(map(error, ours, exact)) < 1e-5
+    expected = plain(rows())
+    for part in (attn.k_shift.proj, attn.gate):
+        seen: list[Tensor] = []
+        hook = part.register_forward_hook(lambda module, given, out, seen=seen: seen.append(out))
+        assert error(attn(rows()), expected) < 1e-5
+        hook.remove()
+        assert len(seen) == 1
+    assert set(made[1:]) <= {()}
+
+
 def test_the_choice_of_a_layer_reaches_its_parts() -> None:
     attn, plain = pair("kda")
     assert {part.impl for part in attn.modules() if hasattr(part, "impl")} == {"triton"}
@@ -120,13 +149,16 @@ def test_the_parts_of_exported_programs_are_those_of_pytorch(called: Counter[str
     assert not any("convolution_forward" in name or "head_norm" in name for name in names)
 
 
-def test_compiled_parts_give_the_same(called: Counter[str]) -> None:
+@pytest.mark.parametrize(("name", "weights"), [("deltanet", "q_conv"), ("fox, pro", "k_shift.proj")])
+def test_compiled_parts_give_the_same(name: str, weights: str, called: Counter[str]) -> None:
     """In one graph, with a gradient."""
-    attn, plain = pair("deltanet")
-    stream = attention.Stream(None, None, (1, T), rows().device)
+    attn, plain = pair(name)
     compiled = torch.compile(attn._project, backend="eager", fullgraph=True)
-    found, exact = (
-        torch.autograd.grad(project(rows(), stream).q.exp().sum(), [layer.q_proj.weight, layer.q_conv.weight])
-        for layer, project in ((attn, compiled), (plain, plain._project))
-    )
+
+    def gradients(layer: Any, project: Callable[..., Any]) -> tuple[Tensor, ...]:
+        made = project(rows(), attention.Stream(None, None, (1, T), rows().device))
+        leaves = [layer.q_proj.weight, layer.get_submodule(weights).weight]
+        return torch.autograd.grad((made.q.exp() * made.k).sum(), leaves)
+
+    found, exact = gradients(attn, compiled), gradients(plain, plain._project)
     assert max(map(error, found, exact)) < 1e-5

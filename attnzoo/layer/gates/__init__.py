@@ -26,7 +26,9 @@ from attnzoo.layer.gates.decay import (
 from attnzoo.layer.gates.hgrn2 import BoundedForgetGate
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
 from attnzoo.layer.gates.readouts import BackwardForgetGate, LevelWeights
+from attnzoo.layer.modules import untouched
 from attnzoo.layer.stream import Stream
+from attnzoo.precision import GateAffine
 
 __all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_gate", "gate_classes", "gate_options"]
 
@@ -37,6 +39,11 @@ class Combined(GateProjection):
     def __init__(self, sizes: Sizes, members: Sequence[GateProjection]) -> None:
         super().__init__(sizes)
         self.members = nn.ModuleList(members)
+
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        plain = cast("list[GateProjection]", list(filter(untouched, self.members)))
+        return {name: part for member in plain for name, part in member.maps.items()}
 
     def reset_parameters(self) -> None:
         for member in self.members:

@@ -64,6 +64,11 @@ class GateProjection(PreciseModule):
         """
         return {}
 
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        """Thin maps of x by the names that their products have in ``stream.products``, where the layer makes them."""
+        return {}
+
     def reset_parameters(self) -> None:
         """Initialise the weights as the projection's paper does."""
         for part in self.children():

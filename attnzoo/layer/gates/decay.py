@@ -92,12 +92,17 @@ class ForgetGate(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens)}
 
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        return {"forget": self.forget_proj} if type(self) is ForgetGate else {}
+
     def logits(self, x: Tensor) -> DecayLogits:
         """What the decays of x are made of."""
         return DecayLogits(*product(self.forget_proj, x), factor=self.factor)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        g = F.logsigmoid(wide(self.forget_proj(x)))
+        known = stream.products.get("forget") if type(self) is ForgetGate else None
+        g = F.logsigmoid(wide(self.forget_proj(x, known)))
         return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
 
 
