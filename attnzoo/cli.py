@@ -79,7 +79,7 @@ def list_pairs(presets: bool) -> None:
         broken = broken_plugins()
     optional = [part for group in groups() for part in group if PARTS[part].optional]
     own = [*(group[0] for group in groups()), *optional]
-    table = new_table("pair", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
+    table = new_table("no.", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
     for number, pair in enumerate(pairs(), 1):
         marks = {part: "x" if part in pair.requires else "" for part in own}
         if pair.g.startswith("-"):

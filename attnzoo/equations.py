@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.pair import Pair
-from attnzoo.registry import PAIRS, PRODUCTS, get, pairs
+from attnzoo.registry import OBLIQUE, PAIRS, PRODUCTS, get, pairs
 from attnzoo.variant import Variant
 
 WIDTH = 80
@@ -67,7 +67,7 @@ def page_of(pair: Pair) -> str:
     """The page below ``docs`` that derives a pair, or "" for a third party's pair."""
     if pair in PAIRS:
         return f"derivations/{pair.softmax}.md"
-    return "derivations/products.md" if pair in PRODUCTS else ""
+    return "derivations/products.md" if pair in PRODUCTS else "derivations/outside.md" if pair in OBLIQUE else ""
 
 
 SUBSCRIPTS = str.maketrans("ₜⱼₗ₊₋₁", "tjl+-1")

@@ -53,8 +53,12 @@ PRODUCTS = (
     Pair("rope_kda",            "rope_path_wall",       ("log_diag", "angle", "w", "beta")),
     Pair("rope_gated_kda",      "rope_gated_path_wall", ("log_decay", "log_diag", "angle", "w", "beta")),
 )
+OBLIQUE = (  # erasing along one vector what is read along another: the factors may expand
+    Pair("rwkv7", "rwkv7_path", ("log_diag", "w", "beta", "u"),
+         note="Gated DeltaNet-2 has the same parts, with w = k and u = b k for a gate b per channel."),
+)
 # fmt: on
-BUILT_IN = (*PAIRS, *PRODUCTS)
+BUILT_IN = (*PAIRS, *PRODUCTS, *OBLIQUE)
 OUTSIDE = "none of these pairs: docs/derivations/outside.md says why"
 KNOWN_AS = {  # other names in the literature, and reductions
     "deltaproduct": "'deltanet' with num_householder=2 or more",
@@ -62,7 +66,9 @@ KNOWN_AS = {  # other names in the literature, and reductions
     "selective_rope": "'rope' with gate='selective', and 'fox_rope' or another of its products by default",
     "kimi_linear": "'kda'",
     "hgrn2": "'gla' with block='hgrn2'",
-    **dict.fromkeys(("rwkv7", "comba", "gated_deltanet2", "gdn2", "nsa", "moba"), OUTSIDE),
+    **dict.fromkeys(("nsa", "moba"), OUTSIDE),
+    "comba": "'gated_deltanet' with query_correction=True",
+    **dict.fromkeys(("gated_deltanet2", "gdn2"), "a gate of 'rwkv7' with w = k and u = b k"),
     "log_linear_attention": "'log_linear_mamba2', or 'log_linear_gated_deltanet'",
 }
 

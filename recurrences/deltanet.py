@@ -61,4 +61,23 @@ class Householder(Transition):
         return rank_one_block(first, q, k, *factors, gate)
 
 
+class Oblique(Transition):
+    """``R_t = I - beta_t u_t w_t^T``: erased is what stands along w, by what is read along u."""
+
+    parts = ("w", "beta", "u")
+    symbol = PARTS["u"].factor
+    expands = True
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
+        w, u = cast(Tensor, gate.w)[..., None, :], cast(Tensor, gate.u)[..., None, :]
+        return state - w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (u @ state))
+
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        return self.block_after(Identity(), q, k, gate)
+
+    def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        beta = cast(Tensor, gate.beta)[..., None]
+        return rank_one_block(first, q, k, [cast(Tensor, gate.w)], beta, gate, [cast(Tensor, gate.u)])
+
+
 FORMS = LinearForms(Householder(), chunk_size=32, kernels={"triton": FEW_TOKENS, "fla": FLA_DELTA_RULE})

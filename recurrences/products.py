@@ -24,9 +24,9 @@ from attnzoo.forms.backends.recurrent import FEW_TOKENS
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import Kernel
 from attnzoo.recurrences.complex_linear import ROTATED_DECAY, Rotation, rotated
-from attnzoo.recurrences.deltanet import Householder
+from attnzoo.recurrences.deltanet import Householder, Oblique
 
-FACTORS = [Diagonal(), Rotation(), Householder()]  # the known factors of R_t, in their order in it
+FACTORS = [Diagonal(), Rotation(), Householder(), Oblique()]  # the known factors of R_t, in their order in it
 Kinds = tuple[type[Transition], ...]
 CHUNK_SIZE = 32  # tokens of a block whose transitions are multiplied as matrices
 # operations of flash-linear-attention by the factors of R_t; each takes a scalar decay too

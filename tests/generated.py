@@ -22,6 +22,14 @@ LAYERS = {name: {"attention": name} for name in list_variants()} | {
     "mamba2-groups": {"attention": "mamba2", "attention_options": {"num_qk_heads": 1, "skip": True, "conv_size": 4}},
     "retnet-rotary": {"attention": "retnet", "attention_options": {"rotary": 10000.0}},
     "hgrn2": {"attention": "gla", "attention_options": {"block": "hgrn2"}},
+    "rwkv7-model": {
+        "attention": [{"name": "rwkv7"}, {"name": "rwkv7", "options": {"value_residual": 3}}],
+        "mlp_mix": True,
+        "mlp_gated": False,
+        "mlp_activation": "relu2",
+        "embedding_norm": True,
+        "norm_kind": "layer",
+    },
     "trapezoid-latent": {
         "attention": [
             {"name": "mamba3", "options": {"head_dim": 8, "trapezoid": True, "qk_bias": True}},

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from attnzoo.registry import PRODUCTS
+from attnzoo.registry import OBLIQUE, PRODUCTS
 
-OF_PRODUCTS = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)}
+OF_PRODUCTS = {name for pair in (*PRODUCTS, *OBLIQUE) for name in (pair.linear, pair.softmax)}
 EVERYWHERE = {"kda", "fox_rope"}
 FOR_ALL = {
     "test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle",

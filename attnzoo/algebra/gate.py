@@ -36,6 +36,7 @@ class GateParts:
     angle: Tensor | None = None
     w: Tensor | None = None
     beta: Tensor | None = None
+    u: Tensor | None = None
     levels: Tensor | None = None
     log_decay_back: Tensor | None = None
 
@@ -55,9 +56,9 @@ class Gate(GateParts):
 
     The scalar part is :math:`g_t` = ``log_decay``. The matrix part is the product, in this order,
 
-    .. math:: R_t = \mathrm{Diag}(e^{a_t})\; \mathrm{Rot}(\theta_t)\; (I - \beta_t w_t w_t^\top)
+    .. math:: R_t = \mathrm{Diag}(e^{a_t})\; \mathrm{Rot}(\theta_t)\; (I - \beta_t u_t w_t^\top)
 
-    of the parts that are given (a missing part is the identity). ``Rot`` turns the coordinate
+    of the parts that are given (a missing part is the identity, a missing u is w). ``Rot`` turns the coordinate
     pairs (2i, 2i+1) by the angle ``theta[i]``, as RoPE does (Su et al., 2021, eq. 15).
 
     w and beta may have one more axis, of n factors per token, :math:`(I - \beta_{t1} w_{t1} w_{t1}^\top) \cdots
@@ -71,6 +72,8 @@ class Gate(GateParts):
             ``[B, T, H, K/2]``.
         w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``, or of n: ``[B, T, G, n, K]``.
         beta: its strength in [0, 2], ``[B, T, G]`` or ``[B, T, G, n]``, as w.
+        u: the vectors that are read where w is erased, ``[B, T, G, K]``, beside one w per token; with them the factor
+            may make vectors longer (RWKV-7, Peng et al., 2025).
         levels: weights >= 0 of L levels of the past, ``[B, T, H, L]``, which a readout reads (log-linear attention).
         log_decay_back: the log decay towards later tokens, as log_decay, ``[B, T, H]``, of readouts that see those.
     """
@@ -279,6 +282,14 @@ def _sample_w(draws: Draws, shape: tuple[int, ...]) -> Tensor:
     return F.normalize(draws.normal(shape), dim=-1)
 
 
+def _refuse_u(x: Tensor, gate: GateParts) -> str:
+    return "" if bool(x.isfinite().all()) else "expected finite numbers, got inf or nan"
+
+
+def _sample_u(draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    return _sample_w(draws, shape) / 2  # products of longer ones grow beyond every tolerance
+
+
 def _sample_beta(draws: Draws, shape: tuple[int, ...]) -> Tensor:
     beta, draw = 2 * draws.uniform(shape), draws.uniform(shape)
     if draws.regime == "zero":
@@ -310,6 +321,12 @@ def _householder_matrix(gate: Gate, q: Tensor) -> Tensor:
     return factors if gate.factors is None else reduce(torch.matmul, factors.unbind(3))
 
 
+def _oblique_matrix(gate: Gate, q: Tensor) -> Tensor:
+    w, u, beta = (expand_heads(cast(Tensor, x), q.shape[2]) for x in (gate.w, gate.u, gate.beta))
+    eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    return eye - beta[..., None, None] * u[..., :, None] * w[..., None, :]
+
+
 PARTS: dict[str, GatePart] = {
     "log_decay": GatePart(
         "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−1e4 closes)", _refuse_logs, _sample_logs, tex="g", decays=True,
@@ -329,6 +346,10 @@ PARTS: dict[str, GatePart] = {
     ),
     "beta": GatePart(
         "βₜ", ("B, T, G", "B, T, G, n"), "in [0, 2]", _refuse_beta, _sample_beta, tex=r"\beta", of="w", rounded=True,
+    ),
+    "u": GatePart(
+        "uₜ", ("B, T, G, K",), "finite", _refuse_u, _sample_u, tex="u", of="w", optional=True, expands=True,
+        rounded=True, matrix=_oblique_matrix, factor="I - beta_t u_t w_t^T", letter="O",
     ),
     "levels": GatePart(
         "μₜ", ("B, T, H, L",), "weights ≥ 0", _refuse_levels, lambda draws, shape: 2 * draws.uniform(shape),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,15 +42,15 @@ def each_layer(
             raise ValueError(f"layers: expected numbers from 0 to {len(layers) - 1}, got {number}")
     found: list[tuple[int, Found]] = []
 
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        core = cast(Attention, module).project(args[0])
-        core = Projected(core.q, core.k, core.v, core.gate.per_token(core.q), core.write, core.values)
+    def look(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        core = cast(Attention, module).project(args[0], first=given.get("first"))
+        core = replace(core, gate=core.gate.per_token(core.q))
         measured = measure(cast(Attention, module), core)
         if measured is not None:
             found.append((layers.index(cast(Attention, module)), measured))
 
     asked = [layer for number, layer in enumerate(layers) if numbers is None or number in numbers]
-    hooks = [layer.register_forward_pre_hook(look) for layer in asked]
+    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in asked]
     try:
         getattr(model, "hidden", model)(tokens[None].to(next(model.parameters()).device))
     finally:

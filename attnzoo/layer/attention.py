@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,24 +28,27 @@ from attnzoo.layer.checks import check_cache, check_layer, evicts, keys_per_toke
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
-from attnzoo.layer.gates.base import Write
+from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
-from attnzoo.layer.inplace import FixedCache, FixedStream
+from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import (
     ACTIVATIONS,
     FEATURE_MAPS,
     HeadNorm,
     Latent,
     ShortConvolution,
+    TokenMix,
     TokenShift,
+    ValueResidual,
     l2_normalize,
     products,
     untouched,
     writes_fuse,
 )
 from attnzoo.layer.projected import Projected
+from attnzoo.layer.rows import check_hidden, rows_of_call
 from attnzoo.layer.starts import NoticedStarts
-from attnzoo.layer.stream import OwnCore, Stream, check_hidden, rows_of_call, shared_context
+from attnzoo.layer.stream import OwnCore, Stream
 from attnzoo.precision import LinearMap, fill
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.variant import Variant
@@ -74,6 +77,7 @@ class Attention(NoticedStarts):
     q_bias: Tensor | None
     k_bias: Tensor | None
     sinks: Tensor | None
+    bonus: Tensor | None
 
     def __init__(
         self,
@@ -109,6 +113,9 @@ class Attention(NoticedStarts):
         self.v_conv = ShortConvolution(v_rows * V, *conv) if config.conv_size else None
         self.k_shift = TokenShift(D, k_rows) if config.kv_shift else None
         self.v_shift = TokenShift(D, v_rows) if config.kv_shift else None
+        mixed = (0.2, 0.7, 0.7, *((0.2,) if config.output_gate != "none" else ()))
+        self.token_mix = TokenMix(D, mixed) if config.token_mix else None
+        self.value_residual = ValueResidual(D, rank, v_rows * V) if (rank := config.value_residual) else None
         rms = config.qk_norm.startswith("rms")
         norm = ("rms", config.qk_norm_eps, 1 if config.qk_norm == "rms_full" else None, config.qk_norm_shared)
         self.q_norm = HeadNorm(q_heads, K, *norm) if rms else None
@@ -118,15 +125,19 @@ class Attention(NoticedStarts):
         for name, there, shape in (
             ("skip", config.skip, (H,)), ("correction", config.query_correction, (q_heads,)),
             ("q_bias", config.qk_bias, (H, K)), ("k_bias", config.qk_bias, (k_biases, K)),
+            ("bonus", config.bonus, (H, K)),
         ):  # fmt: skip
             self.register_parameter(name, None)
             if there:
                 self.keep(name, torch.ones(shape), trainable=True)
         norm = (config.output_norm, config.output_norm_eps, config.output_norm_groups, config.output_norm_shared)
-        self.output_norm = HeadNorm(H, V, *norm) if config.output_norm != "none" else None
+        self.output_norm = HeadNorm(H, V, *norm, config.output_norm_bias) if config.output_norm != "none" else None
         self.output_gate: nn.Module | None = None
         if config.output_gate_low_rank:
             self.output_gate = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * V))
+        elif config.output_gate == "lora":
+            maps = (nn.Linear(D, config.gate_rank, bias=False), nn.Linear(config.gate_rank, H * V, bias=False))
+            self.output_gate = nn.Sequential(maps[0], nn.Sigmoid(), maps[1])
         elif config.output_gate != "none":
             self.output_gate = nn.Linear(D, H * V, bias=False)
         self.register_parameter("sinks", None)
@@ -176,6 +187,11 @@ class Attention(NoticedStarts):
         for ones in (self.skip, self.correction, self.q_bias, self.k_bias):
             if ones is not None:
                 fill(ones, torch.ones_like(ones))
+        if self.bonus is not None:
+            fill(self.bonus, torch.full_like(self.bonus, -0.04))
+        for part in (self.token_mix, self.value_residual):
+            if part is not None:
+                part.reset_parameters()
         if self.angle is not None:
             fill(self.angle, self._angles())
         self.gate.reset_parameters()
@@ -226,6 +242,7 @@ class Attention(NoticedStarts):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: LayerCache | FixedCache | None = None,
+        first: list[Tensor] | None = None,
     ) -> Tensor:
         """The layer's output ``[B, T, D]``.
 
@@ -236,6 +253,8 @@ class Attention(NoticedStarts):
             attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; With S cached tokens
                 ``[B, S + T]`` is accepted too, where only the last T may be zero (on a CPU others raise). Outputs at
                 padding are 0.
+            first: of a model whose later layers have ``value_residual``, one list for all layers of a call, empty at
+                the first, which puts its v there.
             cache: from :meth:`new_cache`; it is extended in place, so that each call continues the sequences of the
                 calls before. A :class:`~attnzoo.layer.inplace.FixedCache` takes one token of each of its sequences.
 
@@ -246,21 +265,14 @@ class Attention(NoticedStarts):
         if not torch.compiler.is_compiling() and self._starts is not None and self.training:
             self.look_at_starts()
         if isinstance(cache, FixedCache):
-            return self._step(x, cu_seqlens, attention_mask, cache)
-        context = shared_context()
-        if context is None:
-            stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
-        else:
-            from attnzoo.layer.shared import shared_rows  # it loads the compiler
-
-            others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "forgetting": self.forget}
-            stream, packing = shared_rows(context, x, cache, **others), None
+            return self._step(x, cu_seqlens, attention_mask, cache, first)
+        stream, packing = rows_of_call(self, x, cu_seqlens, attention_mask, cache)
         rows = x if packing is None else packing.unpack(x)
         if stream.valid is not None:
             rows = rows.masked_fill(~stream.valid[..., None], 0.0)
-        projected = self._project(rows, stream)
+        projected = self._project(rows, stream, first)
         o, state = self._core(projected, stream)
-        y = self._output(rows, projected.values, o)
+        y = self._output(projected, o)
         if stream.valid is not None:
             y = y.masked_fill(~stream.valid[..., None], 0.0)
         if packing is not None:
@@ -269,11 +281,12 @@ class Attention(NoticedStarts):
             stream.commit(self, rows, state)
         return y
 
-    def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
-        """q, k, v and gate of the core for hidden states ``x [B, T, D]``; borders ``[N + 1]`` for packed sequences."""
+    def project(self, x: Tensor, cu_seqlens: Tensor | None = None, first: list[Tensor] | None = None) -> Projected:
+        """q, k, v and gate of the core for hidden states ``x [B, T, D]``; borders ``[N + 1]`` for packed sequences, and
+        ``first`` as in :meth:`forward`."""
         check_hidden(x, self.config.hidden_size, self.q_proj)
         check_borders(cu_seqlens, x)
-        return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
+        return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens), first)
 
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """The bound of every ``|s_tj|`` by the weights of QK-norm, ``[H]`` float32.
@@ -346,20 +359,23 @@ class Attention(NoticedStarts):
         bounds = None if cache.evict is None else self.query_bounds(call.q.dtype)
         return self.forget.policy(cache.budget, cache.evict, bounds)
 
-    def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
+    def _step(
+        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache,
+        first: list[Tensor] | None,
+    ) -> Tensor:  # fmt: skip
         """The output ``[B, T, D]`` of an in-place step, with operations that a CUDA graph can record."""
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
-        whole = WHOLE_STEPS[cache.memory.whole_steps] if cache.whole else None
+        whole = WHOLE_STEPS[cache.memory.whole_steps] if cache.whole and first is None else None
         if whole is not None and (x.shape[1] == 1 or not whole.ONE_TOKEN):
             y: Tensor = whole.step(self, x, cache)
             return y
-        projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
+        projected = self._project(x, cache.stream(x), first)
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
         o: Tensor = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
-        return self._output(x, projected.values, o)
+        return self._output(projected, o)
 
     def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
         """Whether fused kernels over ``memory`` compute a step but for the products with weights, for x in
@@ -371,7 +387,9 @@ class Attention(NoticedStarts):
         """The core's options in a fused step; ``bound`` is the logit bound."""
         return self._options(None, None, None, bound)
 
-    def _options(self, write: Write, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None) -> Options:
+    def _options(
+        self, write: Strength, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None
+    ) -> Options:
         """The options of the core in a call."""
         if self.keys_per_token > 1:
             valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
@@ -385,12 +403,13 @@ class Attention(NoticedStarts):
             return LinearOptions(self.scale, valid, cu_seqlens, delta_rule=True)
         return LinearOptions(self.scale, valid, cu_seqlens, write, prune=self.prune)
 
-    def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    def _output(self, projected: Projected, o: Tensor) -> Tensor:
         """The layer's output ``[B, T, D]`` from the core's, ``[B, T, H, V]``."""
+        v = projected.values
         if self.keys_per_token > 1:
             o = outputs(o, self.keys_per_token)
         norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
-        logits = None if self.output_gate is None else self.output_gate(x)
+        logits = None if self.output_gate is None else self.output_gate(projected.of_gate)
         y: Tensor
         whole = self._whole_norm(o, v, logits) if o.is_cuda or self._impl == "triton" else None
         if whole is not None:
@@ -404,6 +423,8 @@ class Attention(NoticedStarts):
             o, gated = o * gated.unflatten(-1, o.shape[2:]), None
         if norm is not None:
             o = norm(o)
+        if projected.bonus is not None:
+            o = o + projected.bonus
         o = o.flatten(2)
         if gated is not None:
             o = o * gated
@@ -413,6 +434,8 @@ class Attention(NoticedStarts):
     def _whole_norm(self, o: Tensor, v: Tensor, logits: Tensor | None) -> HeadNorm | None:
         """The output norm where one kernel computes all between the core and the output projection, else None."""
         norm, shape = self.output_norm, (*o.shape[:2], o.shape[2] * o.shape[3])
+        if self.bonus is not None or self.config.output_gate == "lora":
+            return None
         if type(norm) is not HeadNorm or not untouched(norm) or not norm.fuses(o, logits, v, self.skip):
             return None
         return norm if logits is None or logits.shape == shape else None
@@ -421,19 +444,28 @@ class Attention(NoticedStarts):
         """Bounds of later query rows by the weights of QK-norm; None without it."""
         return query_bounds(self, dtype)
 
-    def rows(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of x ``[B, T, D]`` after projections and short convolutions, ``[B, T, heads * dim]``."""
-        inner = x if self.latent is None else self.latent(x)
-        q, k, v = self.q_proj(x), self.k_proj(inner), self.v_proj(inner)
+    def rows(self, x: Tensor, stream: Stream, mixed: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of x ``[B, T, D]``, or of a mixture each, after projections and short convolutions,
+        ``[B, T, heads * dim]``."""
+        if mixed is not None:
+            q, k, v = self.q_proj(mixed[0]), self.k_proj(mixed[1]), self.v_proj(mixed[2])
+        else:
+            inner = x if self.latent is None else self.latent(x)
+            q, k, v = self.q_proj(x), self.k_proj(inner), self.v_proj(inner)
         if self.latent is not None:
             k = self.latent.keys(k, x)
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
             q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
         return q, k, v
 
-    def _project(self, x: Tensor, stream: Stream) -> Projected:
+    def _project(self, x: Tensor, stream: Stream, first: list[Tensor] | None = None) -> Projected:
         config, (of_q, of_k, of_v), (map_q, map_k) = self.config, self._heads, self._maps
-        q, k, v = self.rows(x, stream)
+        mixed = None if self.token_mix is None else self.token_mix(x, stream, "mix")
+        q, k, v = self.rows(x, stream, mixed)
+        if self.value_residual is not None:
+            v = self.value_residual(v, x if mixed is None else mixed[2], first)
+        elif first is not None and not first:
+            first.append(v)
         if self.k_shift is not None and self.v_shift is not None:
             parts = (self.k_shift, self.v_shift, self.gate)
             if (x.is_cuda or self._impl == "triton") and all(map(untouched, parts)):
@@ -464,18 +496,23 @@ class Attention(NoticedStarts):
             assert self.k_bias is not None
             q, k = q + self.q_bias.to(q.dtype), k + self.k_bias.to(k.dtype)
         gate, write = self.gate(x, k, stream)
-        if type(self.gate).keys is not GateProjection.keys:
-            k = self.gate.keys(k, gate)
+        if isinstance(write, Keyed):
+            k, write = write.keys, write.strength
         if stream.valid is not None and gate.w is not None:  # w of padding is not a unit vector
             gate = gate.neutral_where(~stream.valid)
         values = v
+        bonus = None
+        if self.bonus is not None:
+            bonus = (q * expand_heads(k, q.shape[2]) * self.bonus).sum(-1, keepdim=True).to(v.dtype)
+            bonus = bonus * expand_heads(v, q.shape[2])
         if self.keys_per_token > self._factors:
             k, v, write = self.gate.written(k, v, gate, write, stream)
         if self.keys_per_token > 1:
             q, k, v, gate = sub_tokens(q, k, v, gate)
         if (v.is_cuda or self._impl == "triton") and isinstance(write, Tensor) and writes_fuse(self._impl, v, write):
             v, write = linear.written_values(v, write), None
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values)
+        of_gate = x if mixed is None else mixed[-1]
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values, of_gate, bonus)
 
     def extra_repr(self) -> str:
         chosen = {

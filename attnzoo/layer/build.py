@@ -37,7 +37,7 @@ def build_attention(
             block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
             recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
             (``gla`` and its dual alone). Keys of the delta rule must have unit length and keep their L2 norm in every
-            block.
+            block, and keys that a gate makes have none.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`. On the linear side,
             states that are certified to weigh so little are not carried on.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"``, ``"sdpa"`` or ``"reference"``; an explicit choice never
@@ -73,6 +73,8 @@ def build_attention(
             raise unknown("option", option, sorted(known), of=repr(name))
     if block is not None and any(cls.unit_keys for cls in classes):
         settings["qk_norm"] = "l2"
+    if block is not None and any(cls.makes_keys for cls in classes):
+        settings["qk_norm"] = "none"
     settings |= options
     for given, default in INSTEAD.items():
         if options.get(given) is not None and default not in options:

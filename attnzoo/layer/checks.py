@@ -74,7 +74,7 @@ def _check_parts(
         raise ValueError(
             f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
         )
-    makers = [cls.__name__ for cls in classes if cls.keys is not GateProjection.keys]
+    makers = [cls.__name__ for cls in classes if cls.makes_keys]
     if makers and (config.qk_norm != "none" or config.rotary is not None):
         name, kept = ("rotary", None) if config.qk_norm == "none" else ("qk_norm", "none")
         why = f"{makers[0]} makes the keys, behind the norm and the rotation"
@@ -154,8 +154,9 @@ def keys_per_token(
         return 1
     if number > 1 and variant.readout is not None:
         raise ValueError(f"num_householder: expected 1 ({variant.name!r} reads one key per token), got {number}")
-    if number > 1 and (config.skip or sum(cls.writes for cls in classes) > 1):
-        what = "skip" if config.skip else f"a second write strength in gate={config.gate!r}"
+    alone = [name for name in ("skip", "bonus") if getattr(config, name)]  # of one value per token
+    if number > 1 and (alone or sum(cls.writes for cls in classes) > 1):
+        what = alone[0] if alone else f"a second write strength in gate={config.gate!r}"
         raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
     return checked_factors(number)
 

@@ -15,7 +15,7 @@ OUTPUT_NORMS = ("none", "rms", "group")
 OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
-    "kv_rank",
+    "kv_rank", "value_residual", "output_gate_rank",
 )  # fmt: skip
 POSITIVE = ("scale", "softcap", "qk_norm_eps", "output_norm_eps", "expand")
 
@@ -23,7 +23,7 @@ INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # a given key
 NEEDS = {  # an option -> the options one of which must be on for it to have an effect
     "qk_norm_shared": ("qk_norm",), "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
     "rotary_angles": ("rotary",), "output_norm_groups": ("output_norm",), "output_norm_shared": ("output_norm",),
-    "shared_key_dim": ("kv_rank",),
+    "shared_key_dim": ("kv_rank",), "output_norm_bias": ("output_norm",), "output_gate_rank": ("output_gate",),
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
@@ -54,6 +54,10 @@ class AttentionConfig:
         conv_bias: with a learned bias per channel.
         conv_activation: after it: ``silu`` or ``identity`` (none).
         kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
+        token_mix: q, k, v and the output gate are projected from mixtures of each token with the one before, by
+            learned weights per channel (RWKV-7).
+        value_residual: v is mixed with the v of a model's first layer, by a map of that rank; None for v alone
+            (RWKV-7's layers but the first).
         qkv_bias: learned biases of the projections to q, k and v.
         output_bias: a learned bias of the output projection.
         kv_rank: k and v are projected from a normed projection of x to that many channels (multi-head latent attention,
@@ -67,10 +71,14 @@ class AttentionConfig:
         scale: of the scores; None for ``K^(-1/2)``.
         skip: add ``D_h v_t`` to the output of head h, with D learned and 1 at the start (Mamba-2).
         output_norm: of each head's output: ``none``, ``rms``, ``group``.
+        output_norm_bias: with a learned bias per channel.
         output_norm_groups: norm the heads together in that many groups; None for each head by itself.
         output_norm_shared: one learned scale for all heads.
         output_norm_eps: added to the mean squares of the output.
-        output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
+        bonus: add ``(sum_i r_hi q_i k_i) v`` to the normed output, with r learned per head and channel (RWKV-7).
+        output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output; ``lora`` for
+            ``W_2 sigmoid(W_1 x)`` (RWKV-7).
+        output_gate_rank: of ``lora``; None for the multiple of 32 near ``5 D^(1/2)``.
         output_gate_low_rank: the output gate's projection has rank V, and a bias (Kimi Delta Attention).
         gate_before_norm: the output gate comes before the output norm (Mamba-2), not after it.
         gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
@@ -100,6 +108,8 @@ class AttentionConfig:
     conv_bias: bool = False
     conv_activation: str = "silu"
     kv_shift: bool = False
+    token_mix: bool = False
+    value_residual: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     kv_rank: int | None = None
@@ -111,10 +121,13 @@ class AttentionConfig:
     scale: float | None = None
     skip: bool = False
     output_norm: str = "none"
+    output_norm_bias: bool = False
     output_norm_groups: int | None = None
     output_norm_shared: bool = False
     output_norm_eps: float = 1e-6
+    bonus: bool = False
     output_gate: str = "none"
+    output_gate_rank: int | None = None
     output_gate_low_rank: bool = False
     gate_before_norm: bool = False
     gate: GateName | Sequence[GateName] = "none"
@@ -163,6 +176,13 @@ class AttentionConfig:
             raise ValueError(
                 f"query_correction: expected False with {self.key_heads} keys of {self.query_heads} queries"
             )
+        lora = self.output_gate == "lora"
+        if self.output_gate_rank is not None and not lora:
+            raise ValueError(f"output_gate_rank: expected None without output_gate='lora', got {self.output_gate_rank}")
+        if self.output_gate_low_rank and lora:
+            raise ValueError("output_gate_low_rank: expected False with output_gate='lora', got True")
+        if self.token_mix and self.kv_rank is not None:
+            raise ValueError(f"kv_rank: expected None with token_mix (k and v have inputs apart), got {self.kv_rank}")
         if self.qk_bias and (self.rotary is not None or self.qk_norm == "l2"):
             name, given = ("rotary", self.rotary) if self.rotary is not None else ("qk_norm", self.qk_norm)
             raise ValueError(f"qk_bias: expected False with {name} = {given!r}, got True")
@@ -192,6 +212,11 @@ class AttentionConfig:
     def core_options(self, side: str) -> dict[str, Any]:
         """The options that are numbers of every call of a core of this side, by name."""
         return {name: getattr(self, name) for name in OF_CORE if side == "softmax" or name not in OF_SOFTMAX}
+
+    @property
+    def gate_rank(self) -> int:
+        """The rank of an output gate ``lora``."""
+        return self.output_gate_rank or max(32, round(5 * self.hidden_size**0.5 / 32) * 32)
 
     @property
     def kv_heads(self) -> int:

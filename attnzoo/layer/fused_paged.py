@@ -40,7 +40,7 @@ def serves(layer: Any, memory: Memory, dtype: torch.dtype) -> bool:
 
 def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
     """The output ``[B, T, D]`` of a step; equal to that of the layer's parts up to rounding."""
-    config, stream = layer.config, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache)
+    config, stream = layer.config, cache.stream(x)
     q, k, v = layer.rows(x, stream)
     k_mix, v_mix = (None if shift is None else shift.proj(x) for shift in (layer.k_shift, layer.v_shift))
     heads = q.unflatten(-1, (-1, config.key_dim)), k.unflatten(-1, (-1, config.key_dim))

@@ -17,7 +17,7 @@ from attnzoo.layer.gates.base import GateProjection
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
 from attnzoo.layer.gates.decay import ForgetGate, SoftplusDecay
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal
-from attnzoo.layer.inplace import FixedCache, FixedStream
+from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import UNIT_EPS, as_built
 from attnzoo.recurrences.complex_linear import rotate_all
 
@@ -64,8 +64,7 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
     )
     gates = _gates(layer, x)
     if layer.angle is not None:
-        stream = FixedStream(None, None, (x.shape[0], 1), x.device, fixed=cache)
-        q, k = rotate_all(stream.positions()[..., None, None] * layer.angle.double(), q, k)
+        q, k = rotate_all(cache.stream(x).positions()[..., None, None] * layer.angle.double(), q, k)
     out = None if layer.output_gate is None else layer.output_gate(x)
     y: Tensor = layer.o_proj(_attend(layer, cache, (q, k, v), gates, out).flatten(2))
     return y

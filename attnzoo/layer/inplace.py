@@ -91,6 +91,10 @@ class FixedCache:
         bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory, dtype)
         return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)
 
+    def stream(self, x: Tensor) -> FixedStream:
+        """The rows of a step on hidden states ``x [B, T, D]``."""
+        return FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=self)
+
     def workspace(self, tokens: int = 1) -> int:
         """The temporary bytes of a step of ``tokens`` tokens per sequence, where they are many."""
         return self.memory.workspace(self.heads, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from attnzoo.kernels import convolution, linear, norms
 from attnzoo.kernels.common.untraced import exporting
 from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.stream import Stream
-from attnzoo.precision import GateAffine, wide
+from attnzoo.precision import GateAffine, fill, wide
 
 UNIT_EPS = 1e-6  # repeated as a literal below: torch.compile(dynamic=True) makes symbols of global floats
 PLAIN = (Tensor, nn.Parameter)
@@ -111,7 +111,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 CONV_ACTIVATIONS = ("silu", "identity")
 ROTARY_ANGLES = ("rope", "retnet")
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "lora": _identity}
 
 
 class HeadNorm(nn.Module):
@@ -124,6 +124,7 @@ class HeadNorm(nn.Module):
         eps: added to the mean square.
         groups: norm ``heads / groups`` heads together; None for each by itself.
         shared: one scale ``[dim]`` for all heads, instead of ``[heads, dim]``.
+        bias: a learned bias per channel too, 0 at the start.
     """
 
     def __init__(
@@ -134,17 +135,21 @@ class HeadNorm(nn.Module):
         eps: float = 1e-6,
         groups: int | None = None,
         shared: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.kind, self.eps, self.groups, self.impl = kind, eps, groups, "auto"
         self.weight = nn.Parameter(torch.ones(dim) if shared else torch.ones(heads, dim))
+        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def fuses(self, x: Tensor, *others: Tensor | None) -> bool:
         """Whether a kernel norms x, and what is with it."""
-        found = on_kernels(self.impl, x, self.weight, *others)
+        found = self.bias is None and on_kernels(self.impl, x, self.weight, *others)
         return found and not norms.triton_unavailable(x, self.groups)
 
     def fused(self, x: Tensor, gate: norms.Gated | None = None, skip: norms.Skip | None = None) -> Tensor:
@@ -163,7 +168,8 @@ class HeadNorm(nn.Module):
         if self.kind == "group":
             x = x - x.mean(-1, keepdim=True)
         x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
-        return ((x if self.groups is None else x.reshape(shape)) * self.weight).to(dtype)
+        x = (x if self.groups is None else x.reshape(shape)) * self.weight
+        return (x if self.bias is None else x + self.bias).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, kind={self.kind!r}"
@@ -293,6 +299,68 @@ class Latent(nn.Module):
         return torch.cat([shared, own], -1).flatten(-2)
 
 
+class TokenMix(nn.Module):
+    """Several mixtures of each token with the one before, ``x_t + m (x_{t-1} - x_t)`` with learned m per channel.
+
+    Source: Peng et al., 2025, RWKV-7, section 4.1; m of channel i of D is ``1 - (i / D)^p`` at the start.
+
+    Args:
+        hidden_size: D.
+        powers: p of each mixture.
+    """
+
+    def __init__(self, hidden_size: int, powers: Sequence[float]) -> None:
+        super().__init__()
+        self.powers = tuple(powers)
+        self.weight = nn.Parameter(torch.empty(len(self.powers), hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        place = torch.arange(self.weight.shape[1]) / self.weight.shape[1]
+        fill(self.weight, torch.stack([1 - place**power for power in self.powers]))
+
+    def forward(self, x: Tensor, stream: Stream, name: str) -> list[Tensor]:
+        """The mixtures of ``x [B, T, D]``, each ``[B, T, D]``."""
+        before = stream.before(name, x)
+        return [x.lerp(before, one) for one in self.weight.to(x.dtype)]
+
+
+class ValueResidual(nn.Module):
+    """The mixture of v with the first layer's v, ``v + sigmoid(.) (v_first - v)``, with a low-rank map of x inside.
+
+    Source: Peng et al., 2025, RWKV-7, section 4.1.
+
+    Args:
+        hidden_size: D.
+        rank: of the map.
+        channels: of v, of all heads.
+    """
+
+    def __init__(self, hidden_size: int, rank: int, channels: int) -> None:
+        super().__init__()
+        self.down = GateAffine(hidden_size, rank, bias=None)
+        self.up = GateAffine(rank, channels, bias=0.73)
+
+    def reset_parameters(self) -> None:
+        self.down.reset_parameters()
+        self.up.reset_parameters()
+
+    def forward(self, v: Tensor, x: Tensor, first: Sequence[Tensor] | None) -> Tensor:
+        """The mixed ``v [B, T, channels]``.
+
+        Args:
+            x: the input of the projection to v, ``[B, T, D]``.
+            first: the first layer's v, alone in a list.
+
+        Raises:
+            ValueError: no such list, or a v of another width.
+        """
+        if not first or first[0].shape != v.shape:
+            got = "none" if not first else str(list(first[0].shape))
+            raise ValueError(f"first: expected the first layer's values {list(v.shape)} (value_residual), got {got}")
+        return v.lerp(first[0], self.up(self.down(x)).sigmoid().to(v.dtype))
+
+
 class TokenShift(nn.Module):
     """Data-dependent shift: ``y_t = a_t x_{t-1} + (1 - a_t) x_t``, ``a_t = sigmoid(w h_t)`` per head.
 
@@ -323,4 +391,6 @@ def as_built(layer: Any) -> bool:
     }  # fmt: skip
     parts = {name: part for name in kinds if (part := getattr(layer, name)) is not None}
     alone = all(untouched(part) for part in (*parts.values(), *layer.gate.modules()))
-    return alone and all(type(part) is kinds[name] for name, part in parts.items())
+    others = (layer.token_mix, layer.value_residual, layer.bonus, getattr(layer.output_norm, "bias", None))
+    plain = all(part is None for part in others) and layer.config.output_gate != "lora"
+    return alone and plain and all(type(part) is kinds[name] for name, part in parts.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import Write
+from attnzoo.layer.gates.base import Strength
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,15 @@ class Projected:
         gate: the parts that the variant requires.
         write: the write strength of each token, as a gate projection returns it.
         values: ``[B, T, G, V]``, v of each token as it was projected.
+        of_gate: the output gate's input, ``[B, T, D]``.
+        bonus: what is added to the normed output, ``[B, T, H, V]``, or None.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     gate: Gate
-    write: Write
+    write: Strength
     values: Tensor
+    of_gate: Tensor
+    bonus: Tensor | None = None

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from attnzoo.errors import check_kinds
-from attnzoo.layer.modules import HeadNorm, ShortConvolution
+from attnzoo.layer.modules import HeadNorm, ShortConvolution, TokenMix
 from attnzoo.precision import GateAffine, PreciseModule
 
-NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, TokenMix)  # and mixtures, which scale channels too
 MATRICES = (ShortConvolution, GateAffine, nn.Linear, nn.Embedding)  # these decay, even flattened by a sharding
 
 
@@ -41,8 +41,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def spared(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay leaves alone, by the kind of their module and their name.
 
-    These are norms, biases, what a :class:`PreciseModule` keeps precise (slopes, step sizes, sinks), and whatever has
-    fewer than two dimensions in a module of an unknown kind.
+    These are norms, mixtures of tokens, biases, what a :class:`PreciseModule` keeps precise (slopes, step sizes,
+    sinks), and whatever has fewer than two dimensions in a module of an unknown kind.
     """
     names = set()
     for prefix, module in model.named_modules():

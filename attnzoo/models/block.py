@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.inplace import FixedCache
+from attnzoo.layer.modules import TokenMix
+from attnzoo.layer.rows import rows_of_call
+from attnzoo.layer.stream import Packing, Stream
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.registry import get
 
@@ -19,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -64,6 +68,7 @@ class DecoderBlock(nn.Module):
         wide = config.mlp_size > 0
         self.mlp_norm = build_norm(config) if wide else None
         self.mlp = MLP(config) if wide else None
+        self.mlp_mix = TokenMix(config.hidden_size, (1.0,)) if wide and config.mlp_mix else None
         self.before = layer.norm != "after"
         both = layer.norm == "both"
         self.attention_after = build_norm(config) if both else None
@@ -75,9 +80,10 @@ class DecoderBlock(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: LayerCache | FixedCache | None = None,
+        first: list[Tensor] | None = None,
     ) -> Tensor:
-        """The block's output [B, T, D]; `cache` is that of its attention layer."""
-        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
+        """The block's output [B, T, D]; `cache` and `first` are those of its attention layer."""
+        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache, first)
         return x + more
 
     def apart(
@@ -87,16 +93,35 @@ class DecoderBlock(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
+        first: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`forward` of x + more, returned as two summands: torch.compile then fuses their sum with the next norm."""
         x = x if more is None else x + more
         given = self.attention_norm(x) if self.before else x
-        attended = self.attention(given, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+        # before attention extends the cache
+        rows = None if self.mlp_mix is None else self._rows(x, cu_seqlens, attention_mask, cache)
+        calls: dict[str, Any] = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache}
+        attended = self.attention(given, **calls, **({} if first is None else {"first": first}))
         if (after := self.attention_after if self.before else self.attention_norm) is not None:
             attended = after(attended)
         if self.mlp is None or self.mlp_norm is None:
             return x, attended
         x = x + attended
-        more = self.mlp(self.mlp_norm(x) if self.before else x)
+        given = self.mlp_norm(x) if self.before else x
+        more = self.mlp(given if self.mlp_mix is None else mixed(self.mlp_mix, given, *rows))
         after = self.mlp_after if self.before else self.mlp_norm
         return x, more if after is None else after(more)
+
+    def _rows(
+        self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: Any
+    ) -> tuple[Stream, Packing | None]:
+        if isinstance(cache, FixedCache):
+            return cache.stream(x), None
+        return rows_of_call(self.attention, x, cu_seqlens, attention_mask, cache)
+
+
+def mixed(mix: TokenMix, x: Tensor, stream: Stream, packing: Packing | None) -> Tensor:
+    """The mixture of each token of x [B, T, D] with the one before, which the cache of a call's rows keeps."""
+    [out] = mix(x if packing is None else packing.unpack(x), stream, "mlp_mix")
+    stream.keep()
+    return out if packing is None else packing.pack(out, x.shape[1])

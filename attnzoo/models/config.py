@@ -11,7 +11,7 @@ from attnzoo.errors import WIDEST, above, at_least, check_kinds, unknown
 DEEPEST = 10_000  # layers, of which no model has so many: a number beyond is a mistake
 
 NORMS = ("before", "after", "both")
-WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh")}
+WORDS = {"norm_kind": ("rms", "layer"), "mlp_activation": ("silu", "gelu", "gelu_tanh", "relu2")}
 KEYS = ("name", "repeat", "options", "norm")  # of an entry of `attention`
 THEIRS = {  # our field -> its name in Hugging Face's configurations
     "num_layers": "num_hidden_layers",
@@ -58,13 +58,16 @@ class ModelConfig:
         num_heads: H, query heads per layer.
         intermediate_size: width inside the MLP; None for 8/3 of `hidden_size`, rounded up to a multiple of 64;
             0 for blocks without one, as Mamba-2's.
-        mlp_activation: `silu`, `gelu` or `gelu_tanh` (by its approximation).
+        mlp_activation: `silu`, `gelu`, `gelu_tanh` (by its approximation) or `relu2` (the square of ReLU).
         mlp_gated: whether the activation gates a second projection, as in SwiGLU and GeGLU.
         mlp_bias: learned biases in the MLP.
+        mlp_mix: the MLP's input is a mixture of each token with the one before, by learned weights per channel (RWKV's
+            channel mixing).
         vocab_size: 256 for bytes.
         tie_embeddings: one matrix for the embedding and the head.
         norm_kind: `rms`, or `layer` for LayerNorm with a bias, of all norms around attention and MLP and the last.
         norm_eps: added to mean squares in these norms.
+        embedding_norm: a norm of the embeddings, before the first block (RWKV, BLOOM).
         embedding_scale: factor of the token embeddings, not of a head that is tied to them (Gemma).
         learned_positions: the number of learned vectors, one for each position, that are added to the embeddings
             (GPT-2); no text can be longer. None for none.
@@ -92,6 +95,8 @@ class ModelConfig:
     mlp_activation: str = "silu"
     mlp_gated: bool = True
     mlp_bias: bool = False
+    mlp_mix: bool = False
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     learned_positions: int | None = None
     logit_softcap: float | None = None

@@ -19,7 +19,8 @@ from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.cache import AllOrNone, LayerCache
 from attnzoo.layer.gates.hgrn2 import lower_bounds
-from attnzoo.layer.stream import positions_of, shared_context
+from attnzoo.layer.modules import TokenMix
+from attnzoo.layer.rows import positions_of, shared_context
 from attnzoo.models.block import DecoderBlock, build_norm
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss
@@ -68,8 +69,10 @@ class LanguageModel(nn.Module):
         self.chunk_loss = chunk_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(n, config.hidden_size) if (n := config.learned_positions) else None
+        self.embedding_norm = build_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.lower_bounds = lower_bounds(self.attentions())
+        self.share_values = any(layer.options.get("value_residual") for layer in config.layers())
         self.norm = build_norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -87,6 +90,8 @@ class LanguageModel(nn.Module):
                 nn.init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm):
                 nn.init.zeros_(module.bias)
+            if isinstance(module, TokenMix):
+                module.reset_parameters()
             if isinstance(module, LinearMap | nn.Embedding) and module is not tied and "weight" not in precise:
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, LinearMap) and module.bias is not None and "bias" not in precise:
@@ -208,11 +213,12 @@ class LanguageModel(nn.Module):
             if self.positions is not None:
                 first = cache[0] if cache else None
                 places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, first)
-            x = self.placed(embedded, places)  # [B, T, D]
+            x, first = self.placed(embedded, places), self.first_values()  # [B, T, D]
             for index, block in enumerate(self.blocks):
                 if states is not None:
                     states.append(x)
                 given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
+                given |= first
                 x = block(x, **given) if recompute is None else recompute(block, x, **given)
             x = cast(Tensor, self.norm(x))
         if states is not None:
@@ -220,7 +226,8 @@ class LanguageModel(nn.Module):
         return x
 
     def placed(self, embedded: Tensor, places: Tensor | None) -> Tensor:
-        """The first block's input [B, T, D]: embeddings times their scale, plus learned vectors of their positions.
+        """The first block's input [B, T, D]: embeddings times their scale, plus learned vectors of their positions, and
+        normed where the configuration says so.
 
         Args:
             embedded: [B, T, D].
@@ -231,14 +238,19 @@ class LanguageModel(nn.Module):
         """
         if self.config.embedding_scale != 1:  # rounded to the dtype, as Gemma's is
             embedded = embedded * embedded.new_full((), self.config.embedding_scale)
-        if self.positions is None or places is None:
-            return embedded
-        known = self.positions.num_embeddings
-        if reads_values(places) and int(places.max()) >= known:
-            raise ValueError(
-                f"input_ids: expected at most {known} tokens (learned_positions), got {int(places.max()) + 1}"
-            )
-        return embedded + cast(Tensor, self.positions(places))
+        if self.positions is not None and places is not None:
+            known = self.positions.num_embeddings
+            if reads_values(places) and int(places.max()) >= known:
+                raise ValueError(
+                    f"input_ids: expected at most {known} tokens (learned_positions), got {int(places.max()) + 1}"
+                )
+            embedded = embedded + cast(Tensor, self.positions(places))
+        return embedded if self.embedding_norm is None else cast(Tensor, self.embedding_norm(embedded))
+
+    def first_values(self) -> dict[str, Any]:
+        """The argument by which the blocks of one call share the first layer's values; none where no layer reads
+        them."""
+        return {"first": []} if self.share_values else {}
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits [..., vocab] of the head's input [..., D], bounded where the configuration says so."""

@@ -181,15 +181,15 @@ def preset(name: str) -> Preset:
 
 
 def _serving(attention: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options without `qk_norm_shared` where the layer's unit keys have no norm with weights to share."""
+    """The options without `qk_norm_shared` where the layer's keys, unit ones or its gate's, have no learned norm."""
     if attention is None or not options.get("qk_norm_shared"):
         return options
     from attnzoo.layer.gates import gate_classes
     from attnzoo.registry import get
 
     gate = getattr(get(attention).module, "LAYER", {}).get("gate", "none")
-    unit = any(cls.unit_keys for cls in gate_classes(gate))
-    return {name: value for name, value in options.items() if not (unit and name == "qk_norm_shared")}
+    bare = any(cls.unit_keys or cls.makes_keys for cls in gate_classes(gate))
+    return {name: value for name, value in options.items() if not (bare and name == "qk_norm_shared")}
 
 
 def build(name: str, **changes: Any) -> LanguageModel:

@@ -11,18 +11,20 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import Tensor
-from two_vectors import Oblique, U, two_vectors
+from two_vectors import two_vectors
 
 from attnzoo import Gate, Pair, Prune, build_attention, describe, get, oracle, register, register_part
 from attnzoo.algebra.gate import PARTS, GatePart
 from attnzoo.algebra.transitions import HeadGate, Transition
 from attnzoo.cli import app
 from attnzoo.layer.gates import GateProjection
+from attnzoo.recurrences.deltanet import Oblique
 from attnzoo.registry import unregister, unregister_part
 from attnzoo.samples import random_gate
 from attnzoo.testing import LAWS, relative_error, run_law
 
 B, T, H, K, V = 2, 17, 2, 6, 5
+U = PARTS["u"]
 
 
 class TwoVectors(GateProjection):
@@ -37,7 +39,7 @@ class TwoVectors(GateProjection):
     def forward(self, x: Tensor, k: Tensor, stream: Any) -> tuple[Gate, Any]:
         w, u, beta = self.proj(x).unflatten(-1, (self.sizes.num_heads, -1)).split([self.sizes.head_dim] * 2 + [1], -1)
         w, u = F.normalize(w, dim=-1), F.normalize(u, dim=-1)
-        return Gate(w=w, beta=2 * beta[..., 0].sigmoid(), u=u), None  # type: ignore[call-arg]
+        return Gate(w=w, beta=2 * beta[..., 0].sigmoid(), u=u), None
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +77,7 @@ def test_gated_deltanet_2_is_a_pair_of_parts() -> None:
         erased = ((b * k)[:, t, :, :, None] * S).sum(-2)
         S = S + k[:, t, :, :, None] * ((c * v)[:, t] - erased)[..., None, :]
         outputs.append(read(q[:, t], S))
-    theirs = Gate(log_diag=gate.log_diag, w=k, beta=torch.ones(B, T, H).double(), u=b * k)  # type: ignore[call-arg]
+    theirs = Gate(log_diag=gate.log_diag, w=k, beta=torch.ones(B, T, H).double(), u=b * k)
     for form in ("recurrent", "parallel", "chunk"):
         assert relative_error(get("gdn2").forms[form](q, k, c * v, theirs), torch.stack(outputs, 1)) <= 1e-10
 
@@ -91,7 +93,7 @@ def test_comba_is_a_pair_of_parts() -> None:
         new = beta[:, t, :, None] * (v[:, t] - (p[:, t, :, :, None] * S).sum(-2))
         S = S + k[:, t, :, :, None] * new[..., None, :]
         outputs.append(read(q[:, t], S))
-    theirs = Gate(log_decay=gate.log_decay, w=k, beta=beta, u=p)  # type: ignore[call-arg]
+    theirs = Gate(log_decay=gate.log_decay, w=k, beta=beta, u=p)
     for form in ("recurrent", "parallel", "chunk"):
         got = get("comba").forms[form](q, k, v, theirs, write=beta)
         assert relative_error(got, torch.stack(outputs, 1)) <= 1e-10
@@ -109,7 +111,7 @@ def test_rwkv_7_is_a_pair_of_one_transition_and_has_a_softmax_dual() -> None:
         S = S @ R[:, t] + v[:, t, :, :, None] * k[:, t, :, None, :]
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t] * K**-0.5))
     ones = torch.ones(B, T, H).double()
-    theirs = Gate(log_diag=gate.log_diag, w=a * kappa, beta=ones, u=kappa)  # type: ignore[call-arg]
+    theirs = Gate(log_diag=gate.log_diag, w=a * kappa, beta=ones, u=kappa)
     for form in ("recurrent", "parallel", "chunk"):
         assert relative_error(get("dplr").forms[form](q, k, v, theirs), torch.stack(outputs, 1)) <= 1e-10
     logits = q.new_full((B, H, T, T), -torch.inf)
@@ -133,10 +135,10 @@ def test_they_are_what_flash_linear_attention_defines() -> None:
     b, c, beta = torch.rand_like(k), torch.rand_like(v), cast(Tensor, gate.beta)
     g = cast(Tensor, gate.log_diag).clamp(min=-30.0)
     theirs, _ = naive_recurrent_gdn2(q, k, v, g, b, c)
-    ours = Gate(log_diag=g, w=k, beta=torch.ones_like(beta), u=b * k)  # type: ignore[call-arg]
+    ours = Gate(log_diag=g, w=k, beta=torch.ones_like(beta), u=b * k)
     assert relative_error(get("gdn2").forms["chunk"](q, k, c * v, ours), theirs) <= 64 * 2**-24
     theirs, _ = naive_recurrent_comba(q, k, v, 0.7 * k, beta, g[..., 0])
-    ours = Gate(log_decay=g[..., 0], w=k, beta=beta, u=0.7 * k)  # type: ignore[call-arg]
+    ours = Gate(log_decay=g[..., 0], w=k, beta=beta, u=0.7 * k)
     assert relative_error(get("comba").forms["chunk"](q, k, v, ours, write=beta), theirs) <= 64 * 2**-24
 
 
@@ -145,7 +147,7 @@ def test_a_list_of_pairs_marks_the_part_beside_the_one_that_it_is_of() -> None:
     lines = listed.splitlines()
     column = next(line for line in lines if "linear side" in line).index("u_t")
     marks = {line.split()[1]: line[column : column + 1] for line in lines if line[:3].strip().isdigit()}
-    assert {name for name, mark in marks.items() if mark == "x"} == {"two_vectors", "gdn2", "comba", "dplr"}
+    assert {name for name, mark in marks.items() if mark == "x"} == {"rwkv7", "two_vectors", "gdn2", "comba", "dplr"}
     said = " ".join(listed.split())
     assert "(I - beta_t w_t w_t^T), of the parts marked; with u_t a factor is I - beta_t u_t w_t^T." in said
 
@@ -181,7 +183,7 @@ def test_a_layer_of_the_part_generates_as_it_trains() -> None:
 def test_what_cannot_be_registered_is_named(name: str, part: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         register_part(name, part, **more)
-    assert list(PARTS)[-1] == "u"
+    assert list(PARTS)[-1] == "log_decay_back"
 
 
 class Lean(Transition):
@@ -208,11 +210,14 @@ def lean_matrix(gate: Gate, q: Tensor) -> Tensor:
     return cast(Tensor, (1 - m) * eye + m * eye.roll(1, 0))
 
 
+LEAN = GatePart(
+    "mₜ", ("B, T, H",), "in [0, 1]", lambda x, gate: "", lambda draws, shape: draws.uniform(shape) / 2, tex="m",
+    matrix=lean_matrix, factor="(1 - m_t) I + m_t P", letter="L", projections=(LeanGate, LeanGate),
+)  # fmt: skip
+
+
 def test_a_part_of_a_number_per_head_is_a_factor_too() -> None:
-    part = GatePart(
-        "mₜ", ("B, T, H",), "in [0, 1]", lambda x, gate: "", lambda draws, shape: draws.uniform(shape) / 2, tex="m",
-        matrix=lean_matrix, factor="(1 - m_t) I + m_t P", letter="L", projections=(LeanGate, LeanGate),
-    )  # fmt: skip
+    part = LEAN
     with pytest.raises(ValueError, match="part.matrix: expected the matrix of lean's factor of R_t, got None"):
         register_part("lean", replace(part, matrix=None), factor=Lean())
     register_part("lean", replace(part, matrix=None))
@@ -234,6 +239,10 @@ def test_a_part_of_a_number_per_head_is_a_factor_too() -> None:
 def test_a_part_needs_the_one_that_it_is_of_and_stays_while_a_pair_requires_it() -> None:
     with pytest.raises(ValueError, match="expected w and beta together, got u"):
         register(Pair("one", "other", ("u",)))
-    with pytest.raises(ValueError, match="two_vectors, gdn2, comba, dplr requires 'u'"):
-        unregister_part("u")
+    register_part("lean", LEAN, factor=Lean())
+    register(pair := Pair("lean", "lean_fox", ("log_decay", "lean")))
+    with pytest.raises(ValueError, match="lean requires 'lean'"):
+        unregister_part("lean")
+    unregister(pair)
+    unregister_part("lean")
     assert get("deltanet").requires == ("w", "beta")  # which may be without it

@@ -82,6 +82,16 @@ def test_neutral_part_leads_to_the_neighbour(step: tuple[frozenset[str], str]) -
                 assert_close(of_qkv(variant.forms[form], (q, k, v, idle)), expected, what=f"{form} of {variant.name}")
 
 
+def test_reading_along_what_is_erased_leads_from_oblique_factors_to_householder_ones() -> None:
+    for name, neighbour in (("rwkv7", "kda"), ("rwkv7_path", "path_wall")):
+        q, k, v, gate = random_inputs(name, 1, 19, 2, 1, 4, 3)
+        same, less = replace(gate, u=gate.w), replace(gate, u=None)
+        with block_sizes(8):
+            expected = of_qkv(get(neighbour).forms["parallel"], (q, k, v, less))
+            for form in set(CPU_FORMS) & set(get(name).forms):
+                assert_close(of_qkv(get(name).forms[form], (q, k, v, same)), expected, what=f"{form} of {name}")
+
+
 @pytest.mark.parametrize("rest", [parts for parts in SETS if not parts & {"log_decay", "log_diag"}], ids=linear)
 def test_one_decay_for_all_channels_is_a_scalar_decay_of_the_recurrence(rest: frozenset[str]) -> None:
     """On the linear side, whatever else is in the product; under a softmax the two differ."""

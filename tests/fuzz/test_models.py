@@ -18,9 +18,9 @@ GOOD = {
     "num_heads": [1, 2, 4], "hidden_size": [8, 16], "intermediate_size": [None, 0, 8], "vocab_size": [1, 11],
     "attention_options": [{}, {"block": "pro"}, {"window": 3}, {"acp": {"eps": 1e-6}}, {"acp": True}, {"conv_size": 2}],
     "tie_embeddings": [True, False], "norm_eps": [1e-5, 1], "initializer_range": [0.1, 1],
-    "norm": ["after", "both"], "norm_kind": ["rms", "layer"], "mlp_activation": ["gelu", "gelu_tanh"],
+    "norm": ["after", "both"], "norm_kind": ["rms", "layer"], "mlp_activation": ["gelu", "gelu_tanh", "relu2"],
     "mlp_gated": [True, False], "mlp_bias": [True, False], "embedding_scale": [0.5, 4], "learned_positions": [4, 9],
-    "logit_softcap": [None, 2.0],
+    "logit_softcap": [None, 2.0], "mlp_mix": [True, False], "embedding_norm": [True, False],
 }  # fmt: skip
 ODD = [
     None, True, False, "no", "", "fox", "foks", -1, 0, 1, 3, 2.5, 1e-45, math.inf, math.nan, 10**30, [], [[]],

@@ -73,7 +73,7 @@ class Tokens:
         self.inputs = inputs
         q, k, v, gate = inputs
         self.columns = {"q": q, "k": k, "v": v, "g": gate.log_decay, "a": gate.log_diag, "θ": gate.angle, "w": gate.w}
-        self.columns |= {"β": gate.beta}
+        self.columns |= {"β": gate.beta, "u": gate.u}
         self.m = None if gate.log_decay is None else -gate.log_decay[0, 0, 0]
         self.defined: dict[str, list[Matrix]] = {}
 

@@ -43,7 +43,7 @@ def test_name_unlike_any_is_refused_without_a_guess() -> None:
     [
         ("gated_deltaproduct", "'gated_deltanet' with num_householder=2 or more"),
         ("Kimi-Linear", "'kda'"),
-        ("RWKV7", "none of these pairs: docs/derivations/outside.md"),
+        ("MoBA", "none of these pairs: docs/derivations/outside.md"),
     ],
 )
 def test_a_name_that_others_use_is_told_what_it_is_here(given: str, here: str) -> None:

@@ -10,7 +10,7 @@ from layers import D, G, H, assert_same, layer, rows
 from attnzoo import build_attention, get, list_variants
 from attnzoo.layer.gates import gate_classes
 from attnzoo.layer.modules import l2_normalize
-from attnzoo.layer.stream import rows_of_call
+from attnzoo.layer.rows import rows_of_call
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 

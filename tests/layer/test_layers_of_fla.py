@@ -44,7 +44,7 @@ def gdn2(naive: Any) -> tuple[Kernel, Kernel]:
 
     def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, initial_state: Any, **_: Any) -> Any:
         k, ones = unit(k), torch.ones_like(g[..., 0])
-        gate = Gate(log_diag=g, w=k, beta=ones, u=b * k)  # type: ignore[call-arg]
+        gate = Gate(log_diag=g, w=k, beta=ones, u=b * k)
         return on_ours("gdn2", unit(q), k, w * v, gate, initial_state)
 
     return theirs, ours
@@ -57,7 +57,7 @@ def comba(naive: Any) -> tuple[Kernel, Kernel]:
         return naive.naive_recurrent_comba(unit(q), unit(k), v, unit(p), beta, g, None, initial_state, True)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, initial_state: Any, **_: Any) -> Any:
-        gate = Gate(log_decay=g, w=unit(k), beta=beta, u=unit(p))  # type: ignore[call-arg]
+        gate = Gate(log_decay=g, w=unit(k), beta=beta, u=unit(p))
         return on_ours("comba", unit(q), unit(k), v, gate, initial_state, write=beta)
 
     return theirs, ours
@@ -70,7 +70,7 @@ def rwkv7(naive: Any) -> tuple[Kernel, Kernel]:
         return o.transpose(1, 2), state
 
     def ours(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, initial_state: Any, **_: Any) -> Any:
-        gate = Gate(log_diag=w, w=a * kk, beta=torch.ones_like(w[..., 0]), u=kk)  # type: ignore[call-arg]
+        gate = Gate(log_diag=w, w=a * kk, beta=torch.ones_like(w[..., 0]), u=kk)
         return on_ours("dplr", r, k, v, gate, initial_state, scale=1.0)
 
     return theirs, ours

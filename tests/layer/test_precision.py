@@ -24,7 +24,7 @@ LAYERS = {
     "hgrn2": ("gla", {"block": "hgrn2"}), "combined": ("path_fox", {}),
     "full_rank": ("wall", {"gate": "full_rank"}), "channel_softplus": ("gla", {"gate": "channel_softplus"}),
     "selective": ("rope", {"gate": "selective", "phase_gate": True}), "mamba3": ("mamba3", {"qk_norm_shared": False}),
-    "levels": ("log_linear_mamba2", {}), "forget_back": ("bidirectional_fox", {}),
+    "levels": ("log_linear_mamba2", {}), "forget_back": ("bidirectional_fox", {}), "rwkv7": ("rwkv7", {}),
 }  # fmt: skip
 every_gate = pytest.mark.parametrize("gate", LAYERS)
 

@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 40, "
 ALL = {
     "attention": [{"name": "nope", "norm": "both"}, {"name": "fox", "norm": "after"}], "norm_kind": "layer",
     "mlp_activation": "gelu_tanh", "mlp_bias": True, "embedding_scale": 4.0, "learned_positions": 24,
-    "logit_softcap": 2.0,
+    "logit_softcap": 2.0, "mlp_mix": True, "embedding_norm": True,
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_a_block_is_what_its_options_say():
 
 
 def test_logits_are_those_of_the_scaled_and_placed_embeddings_capped(model, tokens):
-    x = 4 * model.embedding(tokens) + model.positions.weight[:11]
+    x = model.embedding_norm(4 * model.embedding(tokens) + model.positions.weight[:11])
     for block in model.blocks:
         x = block(x)
     logits = 2 * (model.head(model.norm(x)) / 2).tanh()

@@ -29,7 +29,7 @@ def test_configuration_holds_every_field_of_the_decoder():
     native = ModelConfig(
         HYBRID, {"window": 8}, 48, 8, 3, 80, 77, True, 1e-5, norm_kind="layer", mlp_activation="gelu", mlp_gated=False,
         mlp_bias=True, embedding_scale=2.0, learned_positions=9, logit_softcap=30.0, initializer_range=0.01,
-        norm="both",
+        norm="both", mlp_mix=True, embedding_norm=True,
     )  # fmt: skip
     plain = ModelConfig()
     assert not [field.name for field in fields(plain) if getattr(native, field.name) == getattr(plain, field.name)]

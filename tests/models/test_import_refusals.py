@@ -29,7 +29,7 @@ def tokens():
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
         ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
-        ({"model_type": "rwkv7"}, "'rwkv7' is not supported: it erases along another vector .*; 'kda' loads"),
+        ({"model_type": "gdn2"}, "'gdn2' is not supported: it erases by a gate per channel .*'rwkv7' load"),
         ({"model_type": "olmo3"}, "its layers with windows turn by other angles than the rest; 'olmo2' loads"),
         ({"model_type": "granite"}, "it scales what each layer adds, .*; 'llama' loads"),
         ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images, .*; 'gemma2' loads"),

@@ -135,13 +135,17 @@ def reductions(pair: Pair, seed: int) -> list[Reduction]:
 def _reduction(whole: Pair, part: Pair, seed: int) -> Reduction:
     q, k, v, gate = random_inputs(whole.linear, 1, 24, 2, 1, 8, 6, regime="open", seed=seed)
     missing = [name for name in gate.parts if name not in part.requires]
+    of = {name: PARTS[name].of for name in missing if PARTS[name].optional}  # whose place it takes
     still = {name: torch.full_like(getattr(gate, name), PARTS[name].neutral) for name in missing}
+    still |= {name: getattr(gate, other) for name, other in of.items() if other in part.requires}
     fewer = Gate(**{name: getattr(gate, name) for name in part.requires})
     sides = [(whole.linear, part.linear), (whole.softmax, part.softmax)]
     off = [
         relative_error(get(a).oracle(q, k, v, replace(gate, **still)), get(b).oracle(q, k, v, fewer)) for a, b in sides
     ]
-    where = ", ".join(f"{PARTS[name].symbol} = {PARTS[name].neutral:g}" for name in missing)
+    values = {name: f"{PARTS[name].neutral:g}" for name in missing}
+    values |= {name: PARTS[other].symbol for name, other in of.items() if other in part.requires}
+    where = ", ".join(f"{PARTS[name].symbol} = {value}" for name, value in values.items())
     return Reduction((whole.linear, whole.softmax), (part.linear, part.softmax), where, max(off))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates.angles import Mamba3Decay, SelectiveAngles
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import GateProjection, Keyed, Sizes, Strength, Write
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
 from attnzoo.layer.gates.decay import (
     ALiBiSlope,
@@ -25,6 +25,7 @@ from attnzoo.layer.gates.decay import (
 )
 from attnzoo.layer.gates.hgrn2 import BoundedForgetGate
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
+from attnzoo.layer.gates.oblique import ObliqueDelta
 from attnzoo.layer.gates.readouts import BackwardForgetGate, LevelWeights
 from attnzoo.layer.modules import untouched
 from attnzoo.layer.stream import Stream
@@ -52,26 +53,31 @@ class Combined(GateProjection):
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         parts: dict[str, Tensor] = {}
         strengths: list[Tensor | Literal["delta_rule"]] = []
+        keys = None
         for member in self.members:
             gate, strength = member(x, k, stream)
             parts |= {name: getattr(gate, name) for name in gate.parts}
+            if isinstance(strength, Keyed):
+                keys, strength = strength.keys, strength.strength
             strengths += [] if strength is None else [strength]
+        together = self._product(strengths, parts)
+        return Gate(**parts), together if keys is None else Keyed(keys, together)
+
+    @staticmethod
+    def _product(strengths: Sequence[Tensor | Literal["delta_rule"]], parts: dict[str, Tensor]) -> Strength:
         if len(strengths) < 2:
-            return Gate(**parts), strengths[0] if strengths else None
+            return strengths[0] if strengths else None
         factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
         heads = max(factor.shape[2] for factor in factors)  # per key head, or per query head
         first, *rest = (expand_heads(factor, heads) for factor in factors)
-        return Gate(**parts), math.prod(rest, start=first)
+        return math.prod(rest, start=first)
 
-    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+    def written(
+        self, k: Tensor, v: Tensor, gate: Gate, write: Strength, stream: Stream
+    ) -> tuple[Tensor, Tensor, Strength]:
         for member in self.members:
             k, v, write = cast(GateProjection, member).written(k, v, gate, write, stream)
         return k, v, write
-
-    def keys(self, k: Tensor, gate: Gate) -> Tensor:
-        for member in self.members:
-            k = cast(GateProjection, member).keys(k, gate)
-        return k
 
 
 GATES: dict[str, type[GateProjection]] = {
@@ -92,6 +98,7 @@ GATES: dict[str, type[GateProjection]] = {
     "mamba3": Mamba3Decay,
     "delta": DeltaRule,
     "path": PathTransition,
+    "rwkv7": ObliqueDelta,
     "levels": LevelWeights,
     "forget_back": BackwardForgetGate,
 }

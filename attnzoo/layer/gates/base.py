@@ -2,8 +2,8 @@
 
 A projection takes the layer's sizes and its own options by keyword, declares the gate parts it ``provides``, and maps
 ``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
-``[B, T, G]``, or ``DELTA_RULE``); it may also make the keys (``keys``). A variant's file names its default projection;
-any other that provides the same parts can replace it.
+``[B, T, G]``, or ``DELTA_RULE``), with the keys that it makes as :class:`Keyed`. A variant's file names its default
+projection; any other that provides the same parts can replace it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,22 @@ from attnzoo.precision import GateAffine, PreciseModule
 
 DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # a write strength: w is k itself, and beta also scales v
 
-Write = Tensor | Literal["delta_rule"] | None
+
+@dataclass(frozen=True)
+class Keyed:
+    """What a gate projection that makes the keys returns in place of a write strength.
+
+    Args:
+        keys: of the core, ``[B, T, G, K]``.
+        strength: the write strength, or None.
+    """
+
+    keys: Tensor
+    strength: Strength = None
+
+
+Strength = Tensor | Literal["delta_rule"] | None
+Write = Strength | Keyed
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class GateProjection(PreciseModule):
     """Base of all gate projections, itself without a gate.
 
     A subclass declares in ``provides`` the gate parts that it makes, in ``unit_keys`` that it needs keys of unit length
-    (w = k), and in ``writes`` that it returns a write strength.
+    (w = k), in ``writes`` that it returns a write strength, and in ``makes_keys`` that it returns the core's keys.
 
     Args:
         sizes: the layer's sizes.
@@ -48,6 +63,7 @@ class GateProjection(PreciseModule):
     provides: ClassVar[tuple[str, ...]] = ()
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must normalise its keys
     writes: ClassVar[bool] = False  # whether it returns a write strength, for the linear side only
+    makes_keys: ClassVar[bool] = False  # whether it returns them, as Keyed
     impl: str = "auto"  # that of the layer
 
     def __init__(self, sizes: Sizes) -> None:
@@ -85,17 +101,15 @@ class GateProjection(PreciseModule):
 
         Returns:
             A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None, or
-            ``DELTA_RULE`` where w is k and that factor is beta.
+            ``DELTA_RULE`` where w is k and that factor is beta, or a :class:`Keyed` with one of them.
         """
         return Gate(), None
 
-    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+    def written(
+        self, k: Tensor, v: Tensor, gate: Gate, write: Strength, stream: Stream
+    ) -> tuple[Tensor, Tensor, Strength]:
         """The core's keys and values, ``[B, T, G, n, K]`` where a token writes n, and the strength that is left."""
         return k, v, write
-
-    def keys(self, k: Tensor, gate: Gate) -> Tensor:
-        """The core's keys, ``[B, T, G, K]``: k itself, unless the gate makes them."""
-        return k
 
 
 def bias_reaching(tokens: float) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.sums import running_sum
 from attnzoo.kernels.linear import DecayLogits
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import GateProjection, Keyed, Sizes, Write
 from attnzoo.layer.modules import log_decays
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import PreciseModule, fill, wide
@@ -31,6 +31,7 @@ class BoundedForgetGate(GateProjection):
     """
 
     provides = ("log_diag",)
+    makes_keys = True
     place: Tensor
 
     def __init__(self, sizes: Sizes, *, lower_bounds: bool = True) -> None:
@@ -46,17 +47,17 @@ class BoundedForgetGate(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         if self.shared is None:
-            return Gate(log_diag=log_decays(DecayLogits(k.flatten(2)), self.impl)[0].view(k.shape)), None
+            return self._keyed(log_decays(DecayLogits(k.flatten(2)), self.impl)[0].view(k.shape), k)
         z = wide(k)
         [bounds] = self.shared
         low = bounds().index_select(0, self.place).view(self.sizes.num_heads, -1)
         low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # keeps the logarithms finite
         odds = torch.log1p(-low) - torch.logaddexp(z, low.log())  # log((1 - f) / f) without cancellation or overflow
-        return Gate(log_diag=-torch.logaddexp(odds, odds.new_zeros(()))), None
+        return self._keyed(-torch.logaddexp(odds, odds.new_zeros(())), k)
 
-    def keys(self, k: Tensor, gate: Gate) -> Tensor:
-        assert gate.log_diag is not None
-        return -torch.expm1(gate.log_diag).to(k.dtype)
+    @staticmethod
+    def _keyed(log_diag: Tensor, k: Tensor) -> tuple[Gate, Write]:
+        return Gate(log_diag=log_diag), Keyed(-torch.expm1(log_diag).to(k.dtype))
 
 
 class LowerBounds(PreciseModule):

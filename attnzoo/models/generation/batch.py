@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -204,10 +204,10 @@ class Batch:
         """One step of the whole model, which changes fixed tensors in place."""
         T, tokens = self.rows.tokens, self.tokens[:, None]
         tokens = tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1)
-        x = self.model.placed(self.model.embedding(tokens), self.rows.places())
+        x, first = self.model.placed(self.model.embedding(tokens), self.rows.places()), self.model.first_values()
         more = torch.zeros_like(x)
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x, more = self._block(block, x, more, cache)
+            x, more = self._block(block, x, more, cache, **first)
         logits = self.model.logits(self.model.norm(x + more))  # [B, T, vocab]
         if T == 1:
             self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
@@ -240,11 +240,11 @@ class Batch:
         return graph
 
 
-def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache) -> tuple[Tensor, Tensor]:
+def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache, **first: Any) -> tuple[Tensor, Tensor]:
     """A block's output for ``x + more``, as two summands."""
     if block._forward_hooks or block._forward_pre_hooks:  # hooks must see the sums
-        return block(x + more, cache=cache), torch.zeros_like(x)
-    return cast(DecoderBlock, block).apart(x, more, cache=cache)
+        return block(x + more, cache=cache, **first), torch.zeros_like(x)
+    return cast(DecoderBlock, block).apart(x, more, cache=cache, **first)
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:

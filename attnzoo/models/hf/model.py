@@ -119,7 +119,12 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         every = self._recompute_every
         if every > 1 and next(n for n, own in enumerate(self.model.blocks) if own is block) % every:
             return cast(Tensor, block(x, **arguments))
-        return cast(Tensor, self._gradient_checkpointing_func(partial(block, **arguments), x))
+        again = self._gradient_checkpointing_func
+        if "first" in arguments and getattr(again, "keywords", {}).get("use_reentrant", True):
+            raise ValueError(
+                "gradient_checkpointing_kwargs: expected {'use_reentrant': False} (layers share the first one's values)"
+            )
+        return cast(Tensor, again(partial(block, **arguments), x))
 
     @torch.no_grad()
     def generate(
@@ -373,7 +378,7 @@ def _gives_tokens_back(block: Any) -> bool:
     """Whether the cache of the block's layer can be cropped."""
     attention = block.attention
     carried = {part for part in attention.variant.requires if PARTS[part].carries} - {"angle"}
-    windows = attention.config.conv_size or attention.config.kv_shift
+    windows = attention.config.conv_size or attention.config.kv_shift or attention.config.token_mix or block.mlp_mix
     gates = [part for part in attention.gate.modules() if isinstance(part, GateProjection)]
     turning = any("angle" in gate.provides and not isinstance(gate, RotaryAngles) for gate in gates)
     kept = carried or windows or turning

@@ -58,17 +58,19 @@ PEERS = {
     "gla": "fla:gla",
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",
+    "rwkv7": "rwkv7:rwkv7",
 }
 AROUND = {"qwen3_5": "qwen3_5_text"}  # models of text and images -> the kind of their language model
 EXPERTS = "its layers have experts, for which the decoder has no place"
 IMAGES = "it reads images, for which nothing here has a place"
-TWO_WAYS = "it erases along another vector than it writes by, for which gates have no part"
 WITHOUT = {  # known kinds of models that have no mapping
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
     "mamba": "its decay per channel and state is one that no variant has; 'mamba2' loads",
-    "rwkv7": f"{TWO_WAYS}; nor has a layer values of the first one, or tokens mixed with the one before in front of "
-    "each projection and of the MLP; 'kda' loads",
-    **dict.fromkeys(("gdn2", "gated_deltanet2"), f"{TWO_WAYS}; 'gated_deltanet' and 'kda' load"),
+    **dict.fromkeys(
+        ("gdn2", "gated_deltanet2"),
+        "it erases by a gate per channel of the key, which no gate projection makes; 'gated_deltanet', 'kda' and "
+        "'rwkv7' load",
+    ),
     "olmo3": "its layers with windows turn by other angles than the rest; 'olmo2' loads",
     "granite": "it scales what each layer adds, for which the decoder has no place; 'llama' loads",
     "gemma3_text": "its layers with windows turn by another base, which one field here holds; 'gemma2' loads",

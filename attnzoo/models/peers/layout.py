@@ -21,6 +21,7 @@ class Layout:
         embedding, norm, layer: names of the token embedding, the last norm and a layer.
         attention_norm, mlp_norm: names of a layer's norms; `mlp_norm` is None for layers without an MLP.
         attention_after, mlp_after: names of further norms, behind attention and MLP; None for none.
+        mlp: name of the MLP.
         attention: name of the attention module; empty where `take` gets names that include it.
         centred: whether norms scale by one plus their weights.
     """
@@ -34,6 +35,7 @@ class Layout:
     centred: bool = False
     attention_after: str | None = None
     mlp_after: str | None = None
+    mlp: str = "mlp"
 
 
 def common_sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
@@ -59,8 +61,9 @@ Attention = Callable[[Callable[[str], Tensor], int], Iterator[tuple[str, Tensor]
 
 
 def decoder(
-    weights: Weights, layout: Layout | Sequence[Layout], layers: int, attention: Attention, tied: bool
-) -> Iterator[tuple[str, Tensor]]:
+    weights: Weights, layout: Layout | Sequence[Layout], layers: int, attention: Attention, tied: bool,
+    mlp: Attention | None = None,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Our names and tensors of a whole decoder.
 
     Args:
@@ -70,14 +73,20 @@ def decoder(
         attention: `attention(take, index)` yields one layer's attention weights under our names, where
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
         tied: whether embedding and head are tied, so that either may be missing.
+        mlp: as `attention`, what yields the weights of one layer's MLP under the names of our block; None for SwiGLU.
     """
-
     layouts = [layout] * layers if isinstance(layout, Layout) else list(layout)
     whole = layouts[0]
 
-    def scale(name: str) -> Tensor:
-        weight = weights(f"{name}.weight")
-        return 1 + weight if whole.centred else weight
+    def norm(ours: str, theirs: str) -> Iterator[tuple[str, Tensor]]:
+        weight = weights(f"{theirs}.weight")
+        yield f"{ours}.weight", 1 + weight if whole.centred else weight
+        if f"{theirs}.bias" in weights:
+            yield f"{ours}.bias", weights(f"{theirs}.bias")
+
+    def taken(part: Attention, place: str, i: int) -> Iterator[tuple[str, Tensor]]:
+        """The weights that `part` yields of the layer i, whose module is called `place`."""
+        return part(lambda name: weights(f"{place}.{name}"), i)
 
     embedding, head = f"{whole.embedding}.weight", "lm_head.weight"
     yield "embedding.weight", weights(embedding if embedding in weights or not tied else head)
@@ -86,13 +95,14 @@ def decoder(
         names = ("attention_norm", "attention_after", "mlp_norm", "mlp_after")
         for ours, theirs in ((name, getattr(layout, name)) for name in names):
             if theirs is not None:
-                yield f"blocks.{i}.{ours}.weight", scale(f"{layer}.{theirs}")
-        prefix = f"{layer}.{layout.attention}." if layout.attention else f"{layer}."
-        for name, tensor in attention(lambda name, prefix=prefix: weights(prefix + name), i):  # type: ignore[misc]
+                yield from norm(f"blocks.{i}.{ours}", f"{layer}.{theirs}")
+        for name, tensor in taken(attention, f"{layer}.{layout.attention}" if layout.attention else layer, i):
             yield f"blocks.{i}.attention.{name}", tensor
-        if layout.mlp_norm is not None:
-            yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
-    yield "norm.weight", scale(whole.norm)
+        if layout.mlp_norm is not None and mlp is None:
+            yield from _mlp(weights, f"{layer}.{layout.mlp}", f"blocks.{i}.mlp")
+        elif layout.mlp_norm is not None and mlp is not None:
+            yield from ((f"blocks.{i}.{name}", x) for name, x in taken(mlp, f"{layer}.{layout.mlp}", i))
+    yield from norm("norm", whole.norm)
     yield "head.weight", weights(head if head in weights or not tied else embedding)
 
 

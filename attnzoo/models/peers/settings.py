@@ -31,7 +31,7 @@ NAMES = """
     rescale_prenorm_residual return_dict rms_norm sep_token_id summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj task_specific_params temperature tie_word_embeddings time_step_floor time_step_max
     time_step_min time_step_rank tokenizer_class top_k top_p torch_dtype transformers_version typical_p use_cache
-    vocab_size
+    use_l2warp vocab_size
 
     moe_intermediate_size moe_layer_freq moe_renormalize moe_router_activation_func n_group n_shared_experts
     norm_topk_prob num_expert_group num_experts_per_tok num_experts_per_token num_shared_experts

@@ -37,4 +37,5 @@ BECOMES = {  # model_type: the variants of its layers, and what differs
     "gla": ("gla", ""),
     "retnet": ("retnet", ""),
     "wall_transformer": ("wall, gated_wall", ""),
+    "rwkv7": ("rwkv7", ""),
 }

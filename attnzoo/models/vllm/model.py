@@ -35,7 +35,7 @@ class ServedModel(nn.Module, HasInnerState, IsHybrid):  # type: ignore[misc]
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         self.model = LanguageModel(config.native())
         layers = self.model.attentions()
-        check_layers(layers, dtype)
+        check_layers(self.model.config, layers, dtype)
         for layer in layers:
             layer.prune = None  # vLLM computes all pairs
         of_layers = enumerate(zip(layers, config.storages(dtype), strict=True))
