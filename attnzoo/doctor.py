@@ -145,7 +145,7 @@ def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
 
 
 def _parts(device: torch.device, dtype: torch.dtype) -> str:
-    """What short convolutions, norms and log decays run on, with the reason why not on kernels."""
+    """The implementation of short convolutions, norms and log decays, with the reason why no kernel runs."""
     with FakeTensorMode():
         why = norms.triton_unavailable(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
     if device.type == "cpu":
@@ -193,7 +193,7 @@ def _asked(attn: Attention, when: str, dtype: torch.dtype) -> Call:
 
 
 def _state(attn: Attention, dtype: torch.dtype) -> Any:
-    """A state after as many tokens as the other situations have."""
+    """The state that a cached call goes on from, after as many tokens as the other calls have."""
     call = _asked(attn, "cached", dtype)
     return attn.variant.form_set.extend(call.q, call.k, call.v, call.gate, **call.options)[1]
 

@@ -61,7 +61,7 @@ class Variant:
 
     @property
     def dual(self) -> Variant:
-        """The other side of its pair; of another readout, the softmax side."""
+        """The variant on the other side of its pair; of another readout, the softmax side."""
         return self.lookup(self.pair.linear if self.side == "softmax" else self.pair.softmax)
 
     def options(self, form: str = REFERENCE) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Variant:
 
     @property
     def readout(self) -> Readout | None:
-        """What its forms make of scores and decays; None where that is the linear or the softmax readout."""
+        """The readout that its forms apply to scores and decays; None for the linear and the softmax one."""
         return getattr(self.form_set, "readout", None)
 
     @property

@@ -33,7 +33,7 @@ FEW = 32  # tokens of a kernel for few of them
 
 @dataclass(frozen=True)
 class Where:
-    """What is checked on what.
+    """The device, dtype and inputs of a verification.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; laws are held on the CPU.
@@ -57,7 +57,7 @@ class Where:
 
     @property
     def kernel_dtype(self) -> torch.dtype:
-        """That of kernels: the one that was asked for, or bfloat16, which the interpreter computes wrongly."""
+        """The dtype that kernels are held in: ``dtype``, or bfloat16 where that is float64."""
         if self.dtype != torch.float64:
             return self.dtype
         return torch.float32 if self.device == "cpu" else torch.bfloat16
@@ -76,7 +76,7 @@ def verify(names: Sequence[str] = (), where: Where | None = None) -> Iterator[Tr
 
 
 def checks(names: Sequence[str], where: Where) -> list[Callable[[], Trial]]:
-    """What :func:`verify` does, not yet done."""
+    """The checks that :func:`verify` makes, as functions to be called."""
     if isinstance(names, str):
         raise TypeError(f"names: expected a sequence of names such as ['fox'], got {names!r}")
     found: list[Callable[[], Trial]] = []

@@ -133,7 +133,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def state_of(fragment: CarriedFragment, v: Tensor) -> Tensor:
-    """What a fragment that starts from nothing leaves on the linear side: ``S^T [B, H, K, V]``, with v as written."""
+    """The state ``S^T [B, H, K, V]`` that a fragment leaves on the linear side from an empty one, with v as written."""
     return (fragment.k * fragment.exit.exp()[..., None]).mT @ v
 
 
@@ -152,5 +152,5 @@ def starts(totals: Sequence[Tensor | None], decays: Sequence[Tensor], states: Se
 
 
 def read(fragment: CarriedFragment, state: Tensor, scale: float) -> Tensor:
-    """What a fragment's rows get from the state before it, ``[B, H, T, V]``, beside what they get from each other."""
+    """The part ``[B, H, T, V]`` of a fragment's output that comes from the state before it."""
     return scale * fragment.entry.exp()[..., None] * (fragment.q @ state)

@@ -117,7 +117,7 @@ class First(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """That output."""
+        """The module's first output for x."""
         output: Tensor = self.module(x)[0]
         return output
 

@@ -1,4 +1,4 @@
-"""What attnzoo has written, told by its content: it is no text to train on, and may be written anew."""
+"""Files and folders that attnzoo has written, told by their content: no text to train on, and free to be replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = 1000  # bytes looked at
 
 
 def kind_of_folder(folder: Path, names: set[str]) -> str:
-    """What attnzoo has written a folder as; "" where it has not.
+    """The kind of a folder that attnzoo has written, in words; "" for any other.
 
     Args:
         folder: that is there.
@@ -32,7 +32,8 @@ def kind_of_folder(folder: Path, names: set[str]) -> str:
 
 
 def kind_of_file(file: Path) -> str:
-    """What attnzoo has written a file as; "" where it has not. A table or picture is known by the result beside it."""
+    """The kind of a file that attnzoo has written, in words; "" for any other. The result beside a table or picture
+    names it."""
     if file.name == MARK:
         return "a mark"
     if file.suffix == ".html" and PAGE in _head(file):
@@ -62,7 +63,7 @@ def check_replaceable(file: Path, name: str) -> None:
 
 
 def _head(file: Path) -> bytes:
-    """How a file begins; as an empty one where there is none."""
+    """The first bytes of a file; none where it does not exist."""
     if not file.is_file():
         return b""
     with open(file, "rb") as content:

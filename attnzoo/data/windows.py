@@ -25,7 +25,7 @@ class Windows(ABC):
 
     @abstractmethod
     def begins(self, index: int) -> Starts:
-        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length."""
+        """The places, 1 ... context_length, at which documents begin in window `index`, int64 [n]."""
 
     def batch(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Several windows, int64 [len(indices), context_length + 1]."""
@@ -107,7 +107,7 @@ class TokenWindows(Windows):
         return tokens
 
     def begins(self, index: int) -> Starts:
-        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length.
+        """The places, 1 ... context_length, at which documents begin in window `index`, int64 [n].
 
         Raises:
             ValueError: the starts of documents are unknown.
@@ -160,7 +160,7 @@ class Mixture(Windows):
         return source[own]
 
     def begins(self, index: int) -> Starts:
-        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length."""
+        """The places, 1 ... context_length, at which documents begin in window `index`, int64 [n]."""
         source, own = self._turn(index)
         return source.begins(own)
 

@@ -66,7 +66,7 @@ class SharedStream(OwnCore):
 
     @untraced
     def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:
-        """What the variant gives of the call."""
+        """The core's output for this rank's rows."""
         fragments, transport = self.context
         if keys_per_token > 1:
             fragments = fragments.repeat(keys_per_token)

@@ -156,7 +156,7 @@ class ModelConfig:
         return [replace(spec, norm=spec.norm or norms[i % len(norms)]) for i, spec in enumerate(specs)]
 
     def _norms(self) -> list[str]:
-        """Where the norms stand of the blocks whose entries do not say it, a pattern that fills the layers evenly."""
+        """The places of norms in blocks whose entries name none, a pattern that fills the layers evenly."""
         norms = [self.norm] if isinstance(self.norm, str) else self.norm
         if not isinstance(norms, list | tuple) or not norms:
             raise ValueError(f"norm: expected one of {', '.join(NORMS)}, or a list of them, got {self.norm!r}")

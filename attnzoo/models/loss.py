@@ -74,7 +74,7 @@ class _Chunks(NamedTuple):
             yield x[part], weight, self.targets[part], self.vocab, self.softcap, *beside
 
     def recomputed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The sum over all rows, whose backward pass computes the logits again."""
+        """The loss summed over all rows; its backward pass computes the logits again."""
         sums = [checkpoint(self.chunk, *given, use_reentrant=False) for given in self.given(x, weight)]
         return torch.stack(sums).sum()
 

@@ -30,7 +30,7 @@ Transport = Literal["auto", "gather", "heads", "pruned"]
 
 
 def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str = "auto") -> Any:
-    """What ``form`` gives for this rank's rows of a sequence that ranks share; called by all of them.
+    """The output of ``form`` for this rank's rows of a sequence that ranks share; all of them call it.
 
     Args:
         forms: of a variant.

@@ -1,4 +1,4 @@
-"""What ranks tell each other, with gradients: each is one operation of ``torch.distributed`` there and one back."""
+"""Exchanges between ranks, with gradients: each is one operation of ``torch.distributed`` there and one back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Works(list[Any]):
 
 
 def gather(group: Any, ranks: int, *xs: Tensor, works: Works | None = None) -> tuple[list[Tensor], Tensor]:
-    """Those of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes.
+    """The tensors of all ranks, ``[ranks, ...]`` each, and the knot for :func:`tied`; all ranks give the same shapes.
 
     With ``works`` they may be read after its wait alone.
     """

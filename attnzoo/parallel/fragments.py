@@ -131,17 +131,17 @@ class Fragments:
         return dist.get_rank(self.group)
 
     def of_rank(self, rank: int) -> list[Fragment]:
-        """Its fragments, in the order in which it keeps them."""
+        """The fragments of a rank, in the order in which it keeps them."""
         return [row for row in self.table if row.rank == rank]
 
     @property
     def own(self) -> list[Fragment]:
-        """Those of this process."""
+        """The fragments of this process."""
         return self.of_rank(self.rank)
 
     @property
     def sizes(self) -> list[int]:
-        """Of those: how many tokens each has."""
+        """The number of tokens of each fragment of this process."""
         return [row.size for row in self.own]
 
     @property
@@ -150,11 +150,11 @@ class Fragments:
         return max(len(self.of_rank(rank)) for rank in range(self.ranks))
 
     def slot(self, row: Fragment) -> int:
-        """How many fragments its rank has before it."""
+        """The number of fragments that a fragment's rank has before it."""
         return self.of_rank(row.rank).index(row)
 
     def count(self, rank: int) -> int:
-        """How many tokens a rank has."""
+        """The number of tokens of a rank."""
         return sum(row.size for row in self.of_rank(rank))
 
     def index(self, rank: int) -> Tensor:
@@ -237,13 +237,13 @@ class Fragments:
         return None if len(self.borders) == 2 else self.positions() == 0
 
     def repeat(self, n: int) -> Fragments:
-        """The same of a row in which each token stands for n."""
+        """The fragments of a row in which each token stands for n."""
         table = tuple(Fragment(n * a, n * b, rank) for a, b, rank in self.table)
         return replace(self, table=table, borders=tuple(n * x for x in self.borders))
 
 
 def _ranks(over: Any) -> tuple[int, Any]:
-    """How many ranks there are, and their process group (None where only their number is known)."""
+    """The number of ranks, and their process group (None where only their number is known)."""
     if isinstance(over, int) and not isinstance(over, bool):
         if over < 1:
             raise ValueError(f"over: expected at least one rank, got {over}")
@@ -255,7 +255,7 @@ def _ranks(over: Any) -> tuple[int, Any]:
 
 
 def _borders(tokens: Any) -> tuple[int, ...]:
-    """Borders 0 to T, from them or from T."""
+    """The borders ``[0, ..., T]`` of documents: those given, or 0 and T of one."""
     found = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     borders = (0, found) if isinstance(found, int) else tuple(int(x) for x in found or ())
     if len(borders) < 2 or borders[0] != 0 or borders[-1] < 1 or any(a > b for a, b in pairwise(borders)):

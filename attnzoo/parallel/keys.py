@@ -118,7 +118,7 @@ def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fra
 
 
 def keys_after(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments) -> KVCache:
-    """What one process remembers of all tokens, on every rank."""
+    """The cache that one process would have after all tokens, on every rank."""
     gate, options = rows.gate, rows.options
     if isinstance(forms, AdditiveForms):
         names = [name for name in gate.parts if getattr(gate, name).ndim > 1]

@@ -30,13 +30,13 @@ SLACK = 1e-3  # of a logit: more than what lengths and scores of float32 are wro
 
 
 def allowed(prune: Prune) -> Prune:
-    """What a form may drop of the keys that a rank has."""
+    """The pruning that a form may do of the keys that a rank has: eps without the part for keys that are not sent."""
     return replace(prune, eps=prune.eps * (1 - UNSENT))
 
 
 @dataclass(frozen=True, eq=False)
 class Needed:
-    """How many of the last keys of each fragment the rows of each later one need.
+    """The number of last keys of each fragment that the rows of each later one need.
 
     Args:
         fragments: of the row.
@@ -62,7 +62,7 @@ class Needed:
         return Needed(fragments, torch.stack(of_all).long().cpu())
 
     def most(self, number: int) -> int:
-        """How many keys before fragment ``number`` any of its heads needs."""
+        """The largest number of keys before fragment ``number`` that one of its heads needs."""
         return int(self.counts[:, number].sum(0).max())
 
     def hide(self, number: int, cache: KVCache, gate: Gate) -> tuple[KVCache, Gate]:
@@ -164,7 +164,7 @@ class _Send(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """What the certificate asks of one fragment.
+    """The numbers of one fragment that the certificate reads.
 
     Args:
         numbers: the six, ``[6, B, H]`` float64: the sum of the gates; the log of the sum of ``exp(-c_j)`` over all

@@ -26,7 +26,7 @@ class Rows:
     options: Any
 
     def cut(self, fragments: Fragments) -> list[Rows]:
-        """Those of each fragment of this rank."""
+        """The rows of each fragment of this rank."""
         if len(fragments.sizes) == 1:
             return [self]
         names, write = self.gate.parts, getattr(self.options, "write", None)

@@ -1,4 +1,4 @@
-"""How far two computations are apart, in values and gradients."""
+"""The distance between two computations, in values and gradients."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], limit: flo
 
 
 def straightforward(variant: Variant, dtype: torch.dtype) -> Form:
-    """What one would write in a line or two and run in ``dtype``: the yardstick of the low-precision tests."""
+    """The plain computation in ``dtype``, of a line or two: the yardstick of the low-precision tests."""
 
     if variant.readout is not None:
         return variant.forms["parallel"]

@@ -1,4 +1,4 @@
-"""What holds for every variant, each law as a measurement: how far it is from holding on one case."""
+"""Laws that hold for every variant, each as a measurement: its error on one case."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a law of a variant.
+    """The outcome of a law for a variant.
 
     Args:
         variant: its name.

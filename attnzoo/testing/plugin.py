@@ -1,4 +1,4 @@
-"""What pytest knows of :func:`attnzoo.testing.battery`, in every repository that has attnzoo installed."""
+"""Options of pytest for :func:`attnzoo.testing.battery`, in every repository that has attnzoo installed."""
 
 from __future__ import annotations
 

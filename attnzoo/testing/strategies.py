@@ -1,4 +1,4 @@
-"""What Hypothesis draws: shapes, gate regimes and seeds, never every float."""
+"""Hypothesis strategies: shapes, gate regimes and seeds, never every float."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def load_text_model(source: str | Path, device: str, dtype: torch.dtype | None =
 
 
 def draft_of(source: TrainedModel, other: TrainedModel, tokens: int) -> Draft:
-    """What another trained model proposes to ``source``, so many tokens at a time.
+    """A draft by another trained model, which proposes so many tokens at a time to ``source``.
 
     Raises:
         ValueError: a model with other tokens.

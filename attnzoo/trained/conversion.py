@@ -42,7 +42,7 @@ OWN = ("output_dir", "start_from", "objective", "teacher", "forgetting")  # keys
 
 @dataclass(frozen=True)
 class Target:
-    """What the layers of a model become.
+    """The variants and options that a model's layers are converted to.
 
     Args:
         to: a variant, or a list of them as `ModelConfig.attention` takes it, in which `same` keeps a layer as it is; or

@@ -49,7 +49,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; what a checkpoint holds besides accelerate's own files."""
+    """The progress of a run, which a checkpoint holds besides accelerate's own files."""
 
     step: int = 0
     tokens: int = 0
@@ -108,7 +108,7 @@ def identity(checkpoint: Path) -> str:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """What a checkpoint says about itself.
+    """The progress that a checkpoint was written at.
 
     Raises:
         CheckpointError: its `progress.json` is missing, malformed or of another step.

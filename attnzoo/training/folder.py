@@ -71,7 +71,7 @@ class OtherRunError(CheckpointError):
 
 
 def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Data) -> None:
-    """Refuse data that are not those of a run.
+    """Raise where a run was trained on other data.
 
     Raises:
         CheckpointError: the source has changed since.

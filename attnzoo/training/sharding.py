@@ -64,7 +64,7 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def own(x: Tensor) -> Tensor:
-    """What this process has of a tensor."""
+    """The part of a tensor that this process has."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 

@@ -1,4 +1,4 @@
-"""What a run learns from another model: the outputs of its attention layers, or its logits."""
+"""Targets that a run takes from another model: the outputs of its attention layers, or its logits."""
 
 from __future__ import annotations
 

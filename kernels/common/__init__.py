@@ -1,1 +1,1 @@
-"""What FoX and PaTH share: checks, gate sums, pruning, tiles, and the pieces that their kernels are made of."""
+"""Shared parts of the kernel families: checks, gate sums, pruning, tiles, and pieces of kernels."""

@@ -1,4 +1,4 @@
-"""What several kernels do to numbers and to the output of heads, in float32."""
+"""Activations, norms and gates of heads' outputs within kernels, in float32."""
 
 import triton
 import triton.language as tl

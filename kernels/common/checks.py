@@ -1,4 +1,4 @@
-"""What both ``api.py`` check of whole calls, and the choice between the Triton kernels and the reference."""
+"""Checks of whole calls of attention, and the choice between the Triton kernels and the reference."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def check_inputs(
 
 
 def _kind(*given: Any) -> tuple[Any, ...] | None:
-    """All that checks of a call look at, or None where they look at more: at values, or at tensors of another kind."""
+    """A key of all that the checks of a call look at; None where they also read values, or tensors of another kind."""
     *tensors, options = given
     if torch.compiler.is_compiling() or not isinstance(given[0], Tensor) or reads_values(given[0]):
         return None

@@ -1,4 +1,4 @@
-"""What the families' dense references share: gate sums, visible keys, pruned blocks, the readout. No Triton here."""
+"""Parts of the families' dense references: gate sums, visible keys, pruned blocks, the readout. No Triton here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU and the installed Triton can do, and running where the tensors are."""
+"""Abilities of a GPU and of the installed Triton, and a context that launches where the tensors are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 class Machine(NamedTuple):
-    """What plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
+    """The machine that plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
 
     capability: tuple[int, int]
     triton: tuple[int, int]

@@ -1,4 +1,4 @@
-"""How the main kernels read gate sums: as a bias of each key, c_ref - c_j in log2.
+"""Gate sums as the main kernels read them: a bias of each key, c_ref - c_j in log2.
 
 c_ref is the sum at the first row of a unit of rows, their frame. A row's own sum is the same for all of its keys and
 drops out of the softmax; the log-sum-exps that kernels store are in that frame (``rows.row_lse`` moves them out of it).

@@ -1,4 +1,4 @@
-"""What every launch needs: the kind of gate, tile widths, strides, descriptors, the precision of products."""
+"""Arguments of every launch: the kind of gate, tile widths, strides, descriptors, the precision of products."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def head_block(dim: int) -> int:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of ``size`` hold n."""
+    """The number of pieces of ``size`` that hold n."""
     return -(-n // size)
 
 

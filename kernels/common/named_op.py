@@ -207,7 +207,7 @@ class _Fields:
         return ", ".join(taken), f"(None if {needed[0]} else {made})" if optional and needed else made
 
     def places(self, names: Sequence[str]) -> list[int]:
-        """Where the leaves of these names are."""
+        """The places of the leaves of these names among all leaves."""
         for name in names:
             if name not in self.types:
                 raise ValueError(f"saved: expected names among {self.names}, got {name!r}")

@@ -47,7 +47,7 @@ class OpOptions(NamedTuple):
 
     @property
     def scale2(self) -> tuple[float, float | None]:
-        """What the portable kernels make scores by (``common/scores.py``)."""
+        """The factors by which the portable kernels compute scores (``common/scores.py``)."""
         return (self.scale / self.softcap, self.softcap * LOG2E) if self.softcap else (self.scale * LOG2E, None)
 
 

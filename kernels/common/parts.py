@@ -1,4 +1,4 @@
-"""What a step of either side does to queries and keys, and to the output of its heads."""
+"""Norms of queries and keys and the finish of heads' outputs in a fused step of either side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Norm(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What the output of each head goes through before it leaves: a norm, then a gate.
+    """The finish of each head's output: a norm, then a gate.
 
     Args:
         scale: of every channel, ``[H, V]``, or ``[V]`` for all heads; None without a norm.

@@ -35,7 +35,7 @@ class Plan:
     why: str = ""
 
     def kernels(self, backward: bool) -> str:
-        """What runs, in words."""
+        """The kernels that run, in words."""
         forward, back = (WORDS.get(name, name) for name in (self.forward, self.backward))
         return f"{forward} forward" + (f", {back} backward" if backward else "")
 
@@ -63,7 +63,7 @@ def launcher(place: str) -> Callable[..., Any]:
 
 
 class Decided(Protocol):
-    """What a plan of any family says besides itself; plans are cached, and so hashable."""
+    """A plan of any family as it is announced; plans are cached, and so hashable."""
 
     @property
     def why(self) -> str: ...

@@ -116,7 +116,7 @@ def tail_at(p_tails, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.const
 
 @triton.jit
 def need_rows(b_q, b_kmax, p_bound, i_h, b_lse, m_t, scale2, HAS_BOUND: tl.constexpr):
-    """U_i - l_i of some rows, l_i = b_lse. # [rows]"""
+    """The bound U_i of a row's logits minus its log-sum-exp l_i (b_lse), for some rows. # [rows]"""
     b_q = b_q.to(tl.float32)
     b_u = scores(tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * 1.0001, scale2)
     if HAS_BOUND:

@@ -86,7 +86,7 @@ class _Call(NamedTuple):
 
 
 class _At:
-    """What a descriptor asks of its tensor."""
+    """A stand-in for a descriptor's tensor, of which only the address is asked."""
 
     pointer = 0
 
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         return 0, 0
 
     def recording(self, outputs: Sequence[Any]) -> _Recording | str:
-        """What was written down, or why it cannot be done again."""
+        """The recording of the run, or the reason why it cannot be replayed."""
         returned = [None if x is None else self._view(x) for x in outputs]
         if any(x is not None and x.of < self._inputs for x in returned):
             self.why = self.why or "an output is an input"
@@ -244,7 +244,7 @@ class _Recorder(TorchDispatchMode):
         return self.why or _Recording(self._inputs, self._device, self._made, self._steps, returned)
 
     def _view(self, x: Tensor) -> _View:
-        """How a tensor comes from one that is numbered."""
+        """The view by which a tensor comes from a numbered one."""
         number, offset = self._place(x.data_ptr())
         size, stride, dtype = self._whole.get(number, ((), (), None))
         if dtype != x.dtype or offset % x.element_size():
@@ -329,12 +329,12 @@ class _Recording:
 
 
 def _seen(tensors: Sequence[Any], view: _View) -> Tensor:
-    """The tensor, or the part of one, that a view is of these."""
+    """The tensor among these, or the part of one, that a view names."""
     x: Tensor = tensors[view.of]
     return x if view.whole else x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """Where the bytes of a tensor begin and end; of none, nothing holds any address."""
+    """The addresses at which a tensor's bytes begin and end; an empty range for an empty tensor."""
     n = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + n * x.element_size()

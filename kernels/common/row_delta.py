@@ -1,4 +1,4 @@
-"""What a backward pass needs of each row before its main kernels: log-sum-exp, delta and the weight of the sink.
+"""Numbers of each row that a backward pass needs before its main kernels: log-sum-exp, delta, the weight of the sink.
 
 delta is dO . O, the sum of P * dP over a row; ``fox/portable/backward.py`` says what it is for, and why it is settled.
 """

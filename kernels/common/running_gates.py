@@ -1,4 +1,4 @@
-"""What a cache keeps of gates and keys, so that a step need not read them all again. Imports Triton when used."""
+"""Sums of gates and lengths of keys that a cache keeps; a step reads new ones alone. Imports Triton when used."""
 
 from __future__ import annotations
 

@@ -80,5 +80,5 @@ def override(forced: dict[Kind, Tiles], tiles: dict[Kind, Tiles]) -> Iterator[No
 
 
 def changes() -> int:
-    """How often tiles were forced or given free; what was launched before may be launched otherwise now."""
+    """The number of times that tiles were forced or freed; a plan made before may be another one now."""
     return _changes

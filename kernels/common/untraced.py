@@ -1,4 +1,4 @@
-"""What ``torch.compile`` leaves as it is, said without importing the compiler, which takes as long as importing torch.
+"""Marks of code that ``torch.compile`` leaves as it is, without importing the compiler, which takes as long as torch.
 
 ``torch.compiler`` has the first two as decorators, which import it where they stand.
 """

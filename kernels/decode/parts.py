@@ -1,4 +1,4 @@
-"""What a step over pages does to its tokens before they are attended to."""
+"""Parts of a layer that a step over pages applies to its tokens before they are attended to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Forget(NamedTuple):
 
 
 class TokenParts(NamedTuple):
-    """What a whole step does besides attention.
+    """The parts of a whole step besides attention.
 
     Args:
         gate: log decays ``[B, T, H]``, <= 0, or what they are made of; None where nothing decays.

@@ -40,7 +40,7 @@ class OpenGroup(NamedTuple):
 
 
 class PathGroups(NamedTuple):
-    """What carries the keys of groups of pages.
+    """The products by which queries reach the keys of groups of pages, and the open group.
 
     Args:
         factors: [B, G, M, K, K] float32, transposed products of whole groups; M groups hold the table's N pages.

@@ -17,7 +17,7 @@ _forced: dict[str, int] = {}
 
 
 class DecodeCall(NamedTuple):
-    """What a plan depends on besides the GPU: T rows, ``rep`` query heads per key head, keys a page, head dims.
+    """A call as plans see it: T rows, ``rep`` query heads per key head, keys a page, head dims.
 
     carried: pages of a group whose rows are read beside its keys (PaTH), or 0.
     """
@@ -33,7 +33,7 @@ class DecodeCall(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the pages are read.
+    """Tiles and programs that read the pages.
 
     Attributes:
         BT: rows (tokens times query heads of one key head) per program.

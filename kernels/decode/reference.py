@@ -67,7 +67,7 @@ def paged_reference(
 
 
 def _of_queries(x: Tensor, H: int) -> Tensor:
-    """What each of the H query heads sees of ``x [B, G, ...]``."""
+    """The entries of ``x [B, G, ...]`` for each of the H query heads."""
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 

@@ -25,7 +25,7 @@ class KeyPages(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Where the tokens of each sequence are. Key j with key head g is ``keys[table[b, g, j // PAGE], j % PAGE]``.
+    """The pages of each sequence's tokens. Key j with key head g is ``keys[table[b, g, j // PAGE], j % PAGE]``.
 
     Args:
         table: [B, G, N] int32, the page of each PAGE tokens, -1 where there is none.

@@ -1,4 +1,4 @@
-"""How many heads are computed at a time: carried queries and keys of all levels need a workspace, which is bounded."""
+"""The number of heads computed at a time: carried queries and keys of all levels need a workspace, which is bounded."""
 
 from __future__ import annotations
 

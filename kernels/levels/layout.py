@@ -32,7 +32,7 @@ UNIT = 128  # rows that share a first key where there is pruning; the child size
 
 
 class Leaves(NamedTuple):
-    """What block_level gives.
+    """Outputs of block_level.
 
     Attributes:
         diag: [B, nC, H, C, C] float32, unscaled scores within a block; undefined above the diagonal.
@@ -48,7 +48,7 @@ class Leaves(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What block_level leaves for block_level_backward: float32 and w, or 16 bits where q and k are bf16.
+    """Outputs of block_level for block_level_backward: float32 and w, or 16 bits where q and k are bf16.
 
     Attributes:
         v: [B, nC, G, C, C], inverses of the blocks' I + diag(beta) tril(W W^T, -1); float16.
@@ -83,7 +83,7 @@ class QueryGradientTiles(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What carry gives: the levels, and the tree with the products of all nodes, scale by scale."""
+    """Outputs of carry: the levels, and the tree with the products of all nodes, scale by scale."""
 
     levels: Levels
     nodes: Tensor
@@ -107,12 +107,12 @@ class Wanted(NamedTuple):
 
     @property
     def queries(self) -> bool:
-        """Whether those of the carried queries are read."""
+        """Whether gradients of the carried queries are needed."""
         return self.q or self.transitions
 
     @property
     def keys(self) -> bool:
-        """Whether those of the carried keys are read."""
+        """Whether gradients of the carried keys are needed."""
         return self.k or self.transitions
 
 
@@ -163,7 +163,7 @@ def level_rows(T: int) -> tuple[int, int]:
 
 
 def tree_offset(units: int, scale: int) -> int:
-    """Where the nodes of a scale begin in a tree buffer."""
+    """The offset at which the nodes of a scale begin in a tree buffer."""
     return sum(tree_nodes(units, s) for s in range(scale))
 
 

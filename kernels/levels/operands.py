@@ -1,4 +1,4 @@
-"""What attention over levels reads and writes for a group of heads, handed on whole."""
+"""Inputs and outputs of attention over levels for a group of heads, handed on whole."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ override = functools.partial(tile_sizes.override, _forced)
 
 
 class LevelsCall(NamedTuple):
-    """What a plan depends on besides the machine: T tokens, head dims K and V."""
+    """A call as plans see it: T tokens, head dims K and V."""
 
     T: int
     K: int

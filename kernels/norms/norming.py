@@ -129,7 +129,7 @@ def head_norm_bwd_kernel(
 
 
 class Launch(NamedTuple):
-    """What both kernels are launched with.
+    """Arguments that both kernels are launched with.
 
     Attributes:
         tensors: x, weight, logits of the gate, v and its scale; x stands for what is not there.

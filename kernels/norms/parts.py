@@ -1,4 +1,4 @@
-"""What a norm is computed with: a factor of each channel, and what is added first."""
+"""Parts around a norm: a factor of each channel, and a product of v that is added first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gated(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """What is added before all else: ``scale_h v_t``.
+    """The term ``scale_h v_t`` that is added before the norm.
 
     Args:
         v: [B, T, G, V], with G a divisor of H.

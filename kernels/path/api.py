@@ -197,7 +197,7 @@ def _operands(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, log_diag: Tensor | None,
     options: AttentionOptions,
 ) -> PathOperands:  # fmt: skip
-    """The same as the kernels read them."""
+    """The operands as the kernels read them."""
     q, k, v, w, beta = (addressable(x) for x in (q, k, v, w, beta.float()))
     return PathOperands(q, k, v, w, beta, log_decay, per_head(options.sink), log_diag, options.of_op(q.shape[3]))
 

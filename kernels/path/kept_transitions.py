@@ -1,4 +1,4 @@
-"""What the forward pass makes of the transitions, kept for the backward pass in one buffer (``keep_carries``).
+"""Transitions that the forward pass has carried, kept for the backward pass in one buffer (``keep_carries``).
 
 Groups of heads lie one after the other, each with its tensors as ``_layout`` has them. The products of the nodes are
 made in two pieces of 16 bits, of which carries and the backward pass read the first alone where q is bf16: there the
@@ -40,7 +40,7 @@ class TensorLayout(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """Where the tensors of one group of heads begin in its part of the buffer, and the bytes of that part."""
+    """The offsets of one group of heads' tensors in its part of the buffer, and the bytes of that part."""
 
     parts: dict[str, tuple[int, TensorLayout]]
     nbytes: int

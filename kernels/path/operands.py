@@ -14,7 +14,7 @@ Some = Tensor | None
 
 
 class PathOperands(NamedTuple):
-    """What any call has: q [B, T, H, K], k and w [B, T, G, K], v [B, T, G, V], beta [B, T, G], log_decay [B, T, H],
+    """Operands of a call: q [B, T, H, K], k and w [B, T, G, K], v [B, T, G, V], beta [B, T, G], log_decay [B, T, H],
     sink [H] and log_diag [B, T, H, K], with which there is a key head for each query head."""
 
     q: Tensor

@@ -15,7 +15,7 @@ MOST_CHANNELS = 256
 
 
 class Turned(NamedTuple):
-    """What :func:`rotate` gives; w is None without one, and so are the receivers where none were asked for."""
+    """Outputs of :func:`rotate`; w is None without one, and so are the receivers where none were asked for."""
 
     q: Tensor
     k: Tensor

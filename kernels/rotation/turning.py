@@ -185,7 +185,7 @@ def _tile(K: int) -> tuple[int, int, int]:
 
 
 def blocks(T: int, K: int) -> int:
-    """How many blocks T tokens of K channels are."""
+    """The number of blocks of T tokens of K channels."""
     return cdiv(T, _tile(K)[1])
 
 

@@ -13,7 +13,7 @@ Some = Tensor | None
 
 
 class WallOperands(NamedTuple):
-    """What any call has: q and log_diag [B, T, H, K], k [B, T, G, K], v [B, T, G, V], log_decay [B, T, H], sink [H]."""
+    """Operands: q and log_diag [B, T, H, K], k [B, T, G, K], v [B, T, G, V], log_decay [B, T, H], sink [H]."""
 
     q: Tensor
     k: Tensor

@@ -111,7 +111,7 @@ def selective_copying(vocab_size: int = 16, count: int = 16) -> Task:
 
 
 def induction(vocab_size: int = 16, questions: int = 1) -> Task:
-    """What followed a special token when it came before.
+    """Recall of the token that followed a special token when that came before.
 
     After Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models" (2023), section 3. Random
     tokens, among them one special token at a random place; the row ends in the special token, and what followed it

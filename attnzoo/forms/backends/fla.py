@@ -236,7 +236,7 @@ def widened(operation: Operation, x: Prepared, channels: int) -> tuple[Tensor, T
 
 
 def of_any_width(operation: Operation) -> Operation:
-    """The operation with padding of channels where there are too few."""
+    """An operation of flash-linear-attention, with channels padded where they are fewer than its kernels take."""
 
     @functools.wraps(operation)
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:

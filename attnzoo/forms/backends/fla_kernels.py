@@ -11,7 +11,7 @@ SWITCHES = {"tilelang": "FLA_TILELANG", "flash_qla": "FLA_FLASH_QLA", "flash_kda
 
 
 def installed() -> list[str]:
-    """Those of ``SWITCHES`` that can be imported."""
+    """The backends named in ``SWITCHES`` that can be imported."""
     return [name for name in SWITCHES if importlib.util.find_spec(name) is not None]
 
 

@@ -1,1 +1,1 @@
-"""What a form remembers between calls: states, keys in storage, and memory that steps are written into."""
+"""Memory of a form between calls: states, keys in storage, and memory that steps write in place."""

@@ -1,4 +1,4 @@
-"""What a cache may still take of the memory of its device."""
+"""The memory of a device that a cache may still take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a limit of Linux's control groups (version 2) leaves; what it may drop of files counts as free."""
+    """Bytes that a limit of Linux's control groups (version 2) leaves; file caches that it may drop count as free."""
     try:
         limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -65,7 +65,7 @@ class BatchRows:
 
 
 class Memory(Protocol):
-    """What a layer remembers of B sequences of their own lengths.
+    """A layer's memory of B sequences, each of its own length, which steps write in place.
 
     Attributes:
         plain: whether a step is plain operations on every device.
@@ -105,10 +105,10 @@ class Memory(Protocol):
         return
 
     def kept(self, row: int) -> list[int] | None:
-        """How many keys each key head of sequence ``row`` has; None where there are no keys."""
+        """The number of keys of each key head of sequence ``row``; None where there are no keys."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds on the device."""
+        """The tensors that it holds on the device."""
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         """Bytes that a step of ``heads`` query heads and ``tokens`` tokens takes besides, where they are many."""

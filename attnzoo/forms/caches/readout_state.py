@@ -1,4 +1,4 @@
-"""What a readout beside the linear and the softmax one remembers of past tokens, and its memories of fixed size."""
+"""The state of readouts beside the linear and the softmax one, and their memories that steps write in place."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BUFFER = 256  # tokens: buffers hold multiples of so many
 
 
 class State(Protocol):
-    """What a call hands to the next one, of either side: :class:`RecurrentState`, :class:`KVCache` or a cache in pages.
+    """The state that a call returns for the next: :class:`RecurrentState`, :class:`KVCache` or a cache in pages.
 
     Attributes:
         in_pages: whether its keys lie in the pages of a pool, some of which may be evicted.
@@ -28,7 +28,7 @@ class State(Protocol):
     grows: ClassVar[bool]
 
     def __len__(self) -> int:
-        """How many tokens it has seen, padding included."""
+        """The number of tokens it has seen, padding included."""
 
     def reorder(self, index: Tensor) -> State:
         """The rows ``index`` of the batch, in that order; see :func:`check_rows`."""
@@ -37,7 +37,7 @@ class State(Protocol):
         """The state after the first ``tokens`` tokens; a ``ValueError`` where those cannot be had back."""
 
     def detach(self) -> State:
-        """The same numbers without their history of gradients."""
+        """A copy without the history of gradients."""
 
     def to(self, device: torch.device | str) -> State:
         """A copy on another device, with the same dtypes."""
@@ -45,7 +45,7 @@ class State(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RecurrentState:
-    """What the linear side remembers of past tokens: one matrix per head, however many they were.
+    """The linear side's state: one matrix per head, however many tokens there were.
 
     Args:
         matrix: ``S^T``, ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
@@ -79,7 +79,7 @@ class RecurrentState:
         return self
 
     def detach(self) -> RecurrentState:
-        """The same numbers without their history of gradients."""
+        """A copy without the history of gradients."""
         return replace(self, matrix=self.matrix.detach())
 
     def to(self, device: torch.device | str) -> RecurrentState:
@@ -89,7 +89,7 @@ class RecurrentState:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """What the softmax side remembers of S past tokens.
+    """The softmax side's state: keys and values of S past tokens.
 
     Args:
         k: keys ``[B, S, G, K]``, carried to the last token by the matrix transitions (``[B, S, H, K]`` where the
@@ -157,7 +157,7 @@ class KVCache:
         return count.double()[:, None, None, None] * self.angle.double()
 
     def detach(self) -> KVCache:
-        """The same numbers without their history of gradients."""
+        """A copy without the history of gradients."""
         phase, angle = (None if x is None else x.detach() for x in (self.phase, self.angle))
         return replace(self._map(Tensor.detach), phase=phase, angle=angle)
 

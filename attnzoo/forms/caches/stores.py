@@ -1,4 +1,4 @@
-"""How a softmax form keeps its keys: the one door between its mathematics and the caches."""
+"""Stores of a softmax form's keys: the one door between its mathematics and the caches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Attended = tuple[Tensor, Tensor]  # o [B, H, T, V] without a sink, and its log-s
 
 
 class Keeper(Protocol):
-    """What a store asks of the forms that have it."""
+    """The methods of forms that their store calls."""
 
     @property
     def transition(self) -> Transition: ...
@@ -46,7 +46,7 @@ class Keeper(Protocol):
 
 
 class KeyStore(Protocol):
-    """Where the keys of a softmax form are, beside the :class:`~attnzoo.KVCache` that every form goes on from.
+    """The storage of a softmax form's keys, beside the :class:`~attnzoo.KVCache` that every form goes on from.
 
     A call gives a new state (:meth:`extend`, :meth:`step`); a step of a batch changes a memory in place
     (:meth:`in_place`). Both add their tokens to pages by the same methods of a pool
@@ -81,7 +81,7 @@ class KeyStore(Protocol):
 
 
 class _Pages:
-    """What the two stores do alike, whatever the pool."""
+    """Calls over pages, the same for both stores."""
 
     @torch.no_grad()
     def extend(self, forms: Keeper, call: Call, given: SoftmaxOptions) -> tuple[Attended | None, PagedCache]:

@@ -37,7 +37,7 @@ class FullRankDiagonal(GateProjection):
         return {"channel_bias": bias_reaching(tokens)}
 
     def logits(self, x: Tensor, apart: bool = True) -> DecayLogits:
-        """What the decays of x are made of; ``apart``: the biases are not added yet."""
+        """The logits from which the decays of x are computed; ``apart``: their bias comes beside them."""
         return DecayLogits(*product(self.channel_proj, x, apart))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
@@ -79,7 +79,7 @@ class SoftplusDiagonal(GateProjection):
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
     def logits(self, x: Tensor) -> DecayLogits:
-        """What the decays of x are made of."""
+        """The logits from which the decays of x are computed."""
         return DecayLogits(self.channel_up(self.channel_down(x)), self.channel_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:

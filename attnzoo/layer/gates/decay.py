@@ -97,7 +97,7 @@ class ForgetGate(GateProjection):
         return {"forget": self.forget_proj} if type(self) is ForgetGate else {}
 
     def logits(self, x: Tensor) -> DecayLogits:
-        """What the decays of x are made of."""
+        """The logits from which the decays of x are computed."""
         return DecayLogits(*product(self.forget_proj, x), factor=self.factor)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
@@ -211,7 +211,7 @@ class SoftplusDecay(StepSize):
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, self.a_max).log())
 
     def logits(self, x: Tensor) -> DecayLogits:
-        """What the decays of x are made of."""
+        """The logits from which the decays of x are computed."""
         return DecayLogits(self.dt_proj(x), self.dt_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:

@@ -50,7 +50,7 @@ class LowRankDiagonal(GateProjection):
         return {"gate_bias": bias_reaching(tokens / options.get("temperature", 16.0))}
 
     def logits(self, x: Tensor, apart: bool = True) -> DecayLogits:
-        """What the decays of x are made of; ``apart``: the biases are not added yet."""
+        """The logits from which the decays of x are computed; ``apart``: their bias comes beside them."""
         low = x if self.down is None else self.down(x)
         return DecayLogits(*product(self.up, low, apart), factor=1 / self.temperature)
 

@@ -220,7 +220,7 @@ class Generator:
     def _wait(
         self, start: Any, length: int, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop: Collection[int]
     ) -> int:
-        """A request takes its place among those that wait; its number."""
+        """Append a request to the waiting ones; return its number."""
         check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
@@ -303,7 +303,7 @@ class Generator:
         return known
 
     def stream(self, draft: Draft | None = None) -> Iterator[dict[int, list[int]]]:
-        """What the steps give, until every sequence has ended."""
+        """The new tokens of each step, by sequence, until every sequence has ended."""
         while self.unfinished or self._known:
             new = self.step(draft)
             if new:
@@ -353,7 +353,7 @@ class Generator:
                 self._note([(row, request)])
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
-        """These rows of ``tokens`` are new; those that may draw no more leave."""
+        """Note the tokens that ``running`` rows have drawn; rows that may draw no more leave."""
         self._delivery.add(self.batch.tokens, running)
         for row, request in running:
             request.left -= 1

@@ -1,4 +1,4 @@
-"""What a layer asks of a serving engine: heads and channels of its keys, and the state between steps."""
+"""A layer's demands on a serving engine: heads and channels of its keys, and the state between steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the kernel families share on Hopper, in Gluon."""
+"""Shared parts of the kernel families on Hopper, in Gluon."""

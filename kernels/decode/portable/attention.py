@@ -34,7 +34,7 @@ from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, page_
 
 @triton.jit
 def _heads_before(p_ends, BG, bound, BN: tl.constexpr):
-    """How many heads end at or before an entry of the list."""
+    """The number of heads that end at or before an entry of the list."""
     n = tl.zeros([], tl.int32)
     for i in range(0, BG, BN):
         o_n = i + tl.arange(0, BN)

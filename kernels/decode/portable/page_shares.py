@@ -1,4 +1,4 @@
-"""How the programs of a step share the live pages of all heads: one list, a head after the other.
+"""Shares of the live pages of all heads, one list, by the programs of a step.
 
 A head adds EXTRA to its length, about what it costs to begin one.
 """

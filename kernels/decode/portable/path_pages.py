@@ -57,7 +57,7 @@ class CarriedPages:
 
 @triton.jit
 def new_tokens(p_count, i_b, T, HAS_COUNT: tl.constexpr):
-    """How many of the T new tokens sequence i_b gets: its last ones."""
+    """The number of new tokens of sequence i_b, the last ones of the T."""
     n = T
     if HAS_COUNT:
         n = tl.minimum(tl.load(p_count + i_b).to(tl.int32), T)

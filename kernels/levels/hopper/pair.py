@@ -1,4 +1,4 @@
-"""What surrounds the one-pass backward over the levels: the own pair of blocks before it, dQ after it."""
+"""Kernels around the one-pass backward over the levels: the own pair of blocks before it, dQ after it."""
 
 from __future__ import annotations
 

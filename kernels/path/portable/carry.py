@@ -230,7 +230,7 @@ def path_carry_bwd_kernel(
 
 
 def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
-    """What path_carry_kernel and path_carry_bwd_kernel are compiled for."""
+    """Compile-time options of path_carry_kernel and path_carry_bwd_kernel."""
     H, K = x.shape[2:]
     G = nodes.shape[3]
     return {

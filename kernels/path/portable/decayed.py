@@ -39,7 +39,7 @@ CALM = tl.constexpr(-12.0)
 
 
 class DecayedKept(NamedTuple):
-    """What decayed_level leaves for its backward pass, float32.
+    """Outputs of decayed_level for its backward pass, float32.
 
     Attributes:
         pairs: [4, B, nC, H, C, C], QK (overwritten by diag), QW, WK and WW.
@@ -238,7 +238,7 @@ def path_decayed_product_kernel(
 
 
 def options(q: Tensor) -> dict[str, Any]:
-    """What all kernels of this level are compiled for: heads, tiles, pieces of gates, precision of products."""
+    """Compile-time options of all kernels of this level: heads, tiles, pieces of gates, precision of products."""
     (H, K), exact = q.shape[2:], q.dtype != torch.bfloat16
     return {
         "H": H, "K": K, "BK": tree_block(K), "BC": 64, "C": BLOCK, "NP": 3 if exact else 2,

@@ -29,7 +29,7 @@ MAX_SPLITS = 128
 
 @triton.jit
 def _there(p_valid, o_s, m, MASKED: tl.constexpr):
-    """Which of the tokens o_s exist, of those in m."""
+    """The mask of the tokens o_s within m that exist."""
     if MASKED:
         m = m & (tl.load(p_valid + o_s, mask=m, other=0) != 0)
     return m

@@ -1,4 +1,4 @@
-"""Where blocks stand in the levels, and sums of what they left, for the carries and their gradient."""
+"""Places of blocks in the levels, and sums of blocks' gates, for the carries and their gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_blocks(p, first, last, stride, o_n, K: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr):
-    """Sum of rows ``first`` to ``last`` (not with it) of what blocks left. # [BC]"""
+    """Sum of the blocks' rows ``first`` to ``last`` (not with it). # [BC]"""
     b = tl.zeros([BC], tl.float32)
     for i in range(first, last, BN):
         o_i = i + tl.arange(0, BN)

@@ -110,7 +110,7 @@ class PagedMemory(Memory):
         )  # fmt: skip
 
     def _options(self, options: Mapping[str, Any]) -> SoftmaxOptions:
-        """What is asked for, without pruning where that takes longer than it saves."""
+        """The options of a call, without pruning where that takes longer than it saves."""
         given, pool = SoftmaxOptions(**options), self.pool
         certified = self.evict is not None and self.evict.bounds is not None
         much = pool.table.shape[2] >= LONG and size_of(pool.k) + size_of(pool.v) >= LARGE

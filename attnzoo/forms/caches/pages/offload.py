@@ -80,7 +80,7 @@ class Offload:
             self.returned += stop - start
 
     def copy(self) -> Offload:
-        """The same, to which pages may be added; what they hold is shared."""
+        """A copy to which pages may be added; the tensors of its pages are shared."""
         return replace(self, pages=[[dict(head) for head in row] for row in self.pages])
 
     def adopt(self, row: int, other: Offload) -> None:

@@ -20,7 +20,7 @@ CHUNK = 16  # a table grows by multiples of this many pages
 
 
 class PoolSizes(NamedTuple):
-    """How many sequences a pool holds, and heads and channels of each.
+    """Sizes of a pool: its sequences, and the heads and channels of each.
 
     Args:
         B: sequences.
@@ -99,7 +99,7 @@ class Pages:
     exponents: Tensor | None = None
 
     def state(self) -> PagedState:
-        """The same tensors as the kernels over pages take them."""
+        """The pool's tensors as the kernels over pages take them."""
         gates = None
         if self.decay is not None:
             gates = GateState(self.decay, self.page_sum, self.total, self.since, self.n_log, self.closed)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ class Pages:
         return sum(size_of(x) for x in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is on the device."""
+        """The tensors on the device, by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pages", "refs")}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
@@ -230,7 +230,7 @@ class Pages:
                 self.table[b].copy_(self.pages[b])
 
     def _reserved(self, b: int) -> int:
-        """How many pages, evicted ones among them, sequence b has for its tokens and for those that may follow."""
+        """The number of pages, evicted ones too, that sequence b has for its tokens and for those that may follow."""
         n = -(-self.lengths[b] // PAGE)
         return n + int((self.pages[b, 0, n:] >= 0).sum())
 
@@ -284,7 +284,7 @@ class Pages:
         self.table.copy_(self.pages)
 
     def _compacted(self) -> dict[str, Any]:
-        """What :meth:`compact` changes."""
+        """The fields that :meth:`compact` changes, with their new values."""
         ids = (self.refs > 0).nonzero()[:, 0]
         place = torch.full_like(self.refs, -1)
         place[ids] = torch.arange(len(ids), dtype=place.dtype, device=place.device)
@@ -328,14 +328,14 @@ class Pages:
         self.table.copy_(kept)
 
     def in_eight_bits(self) -> Self:
-        """The same pages with keys and values in 8 bits, to be read; norms hold for the keys that these stand for."""
+        """A pool of these keys and values in 8 bits, to be read; norms hold for the keys that the bits stand for."""
         (k, of_keys), (v, of_values) = quantised(self.k), quantised(self.v)
         exponents, k_norm = torch.stack([of_keys, of_values], -1), self.k_norm * longer(self.k.shape[2])
         decay = None if self.decay is None else self.decay.float()
         return replace(self, k=k, v=v, exponents=exponents, k_norm=k_norm, decay=decay)
 
     def apart(self) -> Self:
-        """The same pages, to be evicted without those of this pool: nothing may be added to them."""
+        """A view of these pages from which some can be evicted while this pool keeps them; no token is added to it."""
         own = {name: getattr(self, name).clone() for name in ("pages", "table", "first", "refs")}
         return replace(self, **own, free=list(self.free), looked=list(self.looked))
 

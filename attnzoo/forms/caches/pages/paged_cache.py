@@ -22,7 +22,7 @@ from attnzoo.forms.options import SoftmaxOptions
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """What a cache goes by when it evicts keys.
+    """The rule by which a cache evicts keys.
 
     Args:
         log_eps: logarithm of the weight that later rows may lose in all.
@@ -37,7 +37,7 @@ class Eviction:
     offload: Offload | None = None
 
     def to(self, device: torch.device | str) -> Eviction:
-        """The same on another device."""
+        """A copy on another device."""
         bounds, away = self.bounds, self.offload
         if bounds is not None:
             score = None if bounds.score is None else bounds.score.to(device)
@@ -51,7 +51,7 @@ class Eviction:
         return any(n >= before + PAGE for n, before in zip(pool.lengths, pool.looked, strict=True))
 
     def apply(self, pool: KeyPool) -> int:
-        """How many pages have become free, as ``pool`` has evicted those that no row to come needs."""
+        """Evict the keys of ``pool`` that no row to come needs; return the number of pages that have become free."""
         away, pool.looked = self.offload, list(pool.lengths)
         bounds, keep = (self.bounds, None) if away is None else (away.bounds, away.keep)
         return pool.evict(self.log_eps, bounds, self.window, keep)
@@ -69,7 +69,7 @@ class Eviction:
             self.offload.look(pool, q, k, given, self.log_eps, self.window)
 
     def of_rows(self, rows: int) -> Eviction:
-        """The same for ``rows`` sequences of which nothing has been seen."""
+        """The rule for ``rows`` new sequences, of which no row has been seen."""
         if self.offload is None:
             return self
         (_, H), G = self.offload.query.shape, len(self.offload.pages[0])
@@ -78,7 +78,7 @@ class Eviction:
 
 @dataclass(frozen=True, eq=False)
 class PagedCache:
-    """What the softmax side remembers, in the pages of a :class:`~attnzoo.forms.caches.pages.pool.KeyPool`.
+    """The softmax side's cache in the pages of a :class:`~attnzoo.forms.caches.pages.pool.KeyPool`.
 
     A call that goes on from it changes the pool and gives a new object; this one may be gone on from once more in its
     place (after a call that failed). Keys are evicted when a call begins, for what its cache had seen before it. So

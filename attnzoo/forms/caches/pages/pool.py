@@ -226,7 +226,7 @@ class KeyPool(Pages):
         self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """How many of its first pages no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`.
+        """The number of first pages that no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`.
 
         Args:
             lengths: as if there were only that many tokens of each sequence.
@@ -285,7 +285,7 @@ class KeyPool(Pages):
 
     @torch.no_grad()
     def crop_sums(self, length: Tensor) -> None:
-        """What is kept of keys and gates becomes as it was after ``length [B]`` int32 tokens of each sequence.
+        """Set sums of gates and norms of keys to what they were after ``length [B]`` int32 tokens of each sequence.
 
         Pages stay where they are, for tokens to come. Nothing here waits for the device, or knows ``lengths``.
         """
@@ -313,7 +313,7 @@ class KeyPool(Pages):
         self.length.copy_(length)
 
     def notes(self) -> dict[str, Any]:
-        """What :meth:`crop` needs to come back to this state exactly, by the names of the fields."""
+        """The fields by which :meth:`crop` comes back to this state exactly, by name."""
         return {} if self.total is None else {"total": self.total.clone()}
 
     def check_crop(self, lengths: Sequence[int]) -> None:
@@ -347,7 +347,7 @@ class KeyPool(Pages):
         self.looked = [min(before, n) for before, n in zip(self.looked, lengths, strict=True)]
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """What is there of key head g of sequence b, for references.
+        """The keys and values of key head g of sequence b, for references.
 
         Returns:
             Keys ``[S, K]``, values ``[S, V]``, the log decays from each key to the last token ``[S, R]`` float64 (None

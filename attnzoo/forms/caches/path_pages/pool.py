@@ -84,7 +84,7 @@ class CarriedPool(KeyPool):
         return self.span // PAGE
 
     def groups_alive(self) -> int:
-        """How many groups, the one that is not whole among them, reach back to the first page of any sequence."""
+        """The number of groups, the open one among them, from the last one back to the first page of any sequence."""
         alive = (self.pages >= 0).any(1)  # [B, N]
         first = alive.int().argmax(-1) // self.group
         reach = 1 + torch.tensor(self.lengths, device=first.device) // self.span - first
@@ -320,7 +320,7 @@ class CarriedPool(KeyPool):
 
     @property
     def groups(self) -> PathGroups:
-        """What carries its keys, as the kernels take it."""
+        """The products and the open group, as the kernels take them."""
         return PathGroups(self.factors, OpenGroup(self.open_keys, self.open_factor, self.base))
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ class Recent:
         return sum(x.k.shape[1] for x in self.tokens)
 
     def select(self, index: Tensor) -> Recent:
-        """That of the sequences ``index``."""
+        """The record for the sequences ``index``."""
         rows = index.tolist()
         tokens = (Factors(*(x[index] for x in one[:3]), [one.counts[b] for b in rows]) for one in self.tokens)
         return Recent(tuple(self.lengths[b] for b in rows), self.keys[index], self.factor[index], tuple(tokens))
