@@ -38,6 +38,16 @@ def valid_strides(valid: Tensor | None) -> tuple[int, int]:
     return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
 
 
+def retention_kind(retention: Tensor | None) -> int:
+    """Numbers of each key in retention [B, S, G, 1 or 2]; 0 without."""
+    return 0 if retention is None else retention.shape[3]
+
+
+def retention_strides(retention: Tensor | None) -> tuple[int, int, int]:
+    """Strides of retention [B, S, G, 1 or 2] but the last; 0 for what stands in for it."""
+    return (0, 0, 0) if retention is None else (retention.stride(0), retention.stride(1), retention.stride(2))
+
+
 def per_head(x: Tensor | None) -> Tensor | None:
     """A number of each head [H] as kernels read it, one beside the next; a gate of each token, or None, as it is."""
     return x if x is None or x.ndim != 1 else x.contiguous()

@@ -33,9 +33,11 @@ def row_bounds(p_since, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.
 
 @triton.jit
 def softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2, GATE: tl.constexpr,
-                 HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """One key tile of the online softmax; b_s = q k^T. # [BT, BS]"""
+                 HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, b_more=None):  # fmt: skip
+    """One key tile of the online softmax; b_s = q k^T, to whose scores b_more is added if there. # [BT, BS]"""
     b_y = scores(b_s, scale2)
+    if b_more is not None:
+        b_y += b_more
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if MASK:

@@ -28,6 +28,7 @@ from attnzoo.kernels.common.checks import (
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.common.retention import Retention, check_retention
 from attnzoo.kernels.common.running_gates import GateSums
 
 from .operands import FoxForward, FoxInference, FoxOperands, KeptSums
@@ -51,6 +52,7 @@ def fox_attention(
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
     receivers: tuple[Tensor, ...] | None = None,
+    retention: Retention | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
     impl: Impl = "auto",
@@ -89,6 +91,9 @@ def fox_attention(
             longest key of each head, which ``prune`` else looks for among all S. No gradient, no ``cu_seqlens``.
         receivers: float32 tensors of q's and k's shapes that get the gradients of q and k, unrounded, in place of q and
             k. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
+        retention: what is remembered of each key (One-Pass Forgetting): a bias that falls with its age is added to its
+            logits. Differentiable. Positions are ages: no ``valid``, no ``gate_sums``. Only the portable kernels know
+            it. What ``prune`` certifies holds with it, as a row remembers itself.
         return_lse: return the rows' log-sum-exp as well.
         layout: "bthd", the shapes above (so does None, which warns where there are more heads than tokens), or "bhtd":
             heads come before tokens, as PyTorch has them, in all that is given and returned.
@@ -117,8 +122,10 @@ def fox_attention(
     options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound, softcap)
     check_inputs(q, k, v, log_decay, options, valid=valid, gate_sums=gate_sums)
     check_receivers(receivers, q, k)
+    check_retention(retention, k, valid, gate_sums)
     check_flag("return_lse", return_lse)
-    given = (q, k, v, log_decay, sink, *(receivers or ()))
+    keys, rule = (None, None) if retention is None else retention
+    given = (q, k, v, log_decay, sink, keys, *(receivers or ()))
     backward = records(*given)
     why = triton_unavailable(q, v)
     if backward and not why and (valid is not None or gate_sums is not None):
@@ -128,12 +135,20 @@ def fox_attention(
         refuse_receivers(receivers, why)
         with as_given(q):  # products of what has been cast are not rounded again
             o, lse = fox_reference_with_lse(
-                q, k, v, log_decay=log_decay, valid=valid, gate_sums=gate_sums, **options._asdict()
+                q,
+                k,
+                v,
+                log_decay=log_decay,
+                valid=valid,
+                gate_sums=gate_sums,
+                retention=retention,
+                **options._asdict(),
             )
         return (o, lse) if return_lse else o
     op = _op()
     q, k, v = (addressable(x) for x in (q, k, v))
-    operands = FoxOperands(q, k, v, per_head(log_decay), per_head(sink), options.of_op(q.shape[3]))
+    keys = None if keys is None else addressable(keys)
+    operands = FoxOperands(q, k, v, per_head(log_decay), per_head(sink), options.of_op(q.shape[3]), keys, rule)
     if not backward:
         s = gate_sums
         sums = None if s is None else KeptSums(s.c, s.base, s.since, s.tails, s.longest)

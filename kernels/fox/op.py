@@ -49,10 +49,9 @@ def _plan(given: FoxOperands, *, backward: bool = True, **asked: bool) -> Plan:
     """The plan of a call on real tensors, announced; without ``backward`` its own is not asked for."""
     q, k, v, log_decay, *_ = given
     (T, H, K), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
-    where = machine(q.device)
+    where, alone = machine(q.device), given.portable_alone
     described = (not backward and few_rows(T, S, H // G)) or can_describe(q, k, v)
     lags = asked.get("needs_gate_grad", False) and gate_kind(log_decay) == GATE_CONST
-    alone = given.options.portable_alone
     call = FoxCall(T, S, H // G, K, V, q.dtype, described=described, lags=lags, portable_alone=alone, **asked)
     chosen = plan(call, where)
     announce("fox", chosen, where)
@@ -78,7 +77,11 @@ def row_gates(given: FoxOperands, valid: Some = None, *, search: bool = True) ->
     rows = RowGates(c, base, first)
     if not (search and options.bound):
         return rows
-    return rows._replace(first_computed=prune_starts(given, rows, tails, valid))
+    near = rows
+    if given.rule is not None:  # of the keys near a row, only those that are remembered in any case bound its sum
+        own = first_visible_without_gate(None, given.rule.remembers, S, k.device)
+        near = rows._replace(first_visible=_later(first, own))
+    return rows._replace(first_computed=prune_starts(given, near, tails, valid))
 
 
 def _searched(given: FoxOperands) -> bool:
@@ -107,12 +110,12 @@ def _forward(x: FoxForward) -> Attended:
 
 
 def _forward_fake(x: FoxForward) -> Attended:
-    (q, k, v, log_decay, _, options), needed = x.given, x.needs_gate_grad
+    (q, k, v, log_decay, _, options, *_), needed = x.given, x.needs_gate_grad
     # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
     lags = needed and gate_kind(log_decay) == GATE_CONST
     call = FoxCall(
         1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, needed, x.deterministic, lags=lags,
-        portable_alone=options.portable_alone,
+        portable_alone=x.given.portable_alone,
     )  # fmt: skip
     rest = plan(call, machine(q.device)).keeps_rest
     return fake_attended(
@@ -170,13 +173,14 @@ def _backward(x: FoxBackward) -> FoxGradients:
     chosen = _plan(given, needs_gate_grad=wanted.log_decay, deterministic=deterministic, needs_key_grads=wanted.keys)
     dlse = None if x.dlse is None else x.dlse.float().transpose(1, 2).contiguous()
     with on_device_of(given.q):
-        dq, dk, dv, columns, rows = launcher(BACKWARD[chosen.backward])(x._replace(dlse=dlse), chosen)
+        dq, dk, dv, columns, rows, dretention = launcher(BACKWARD[chosen.backward])(x._replace(dlse=dlse), chosen)
         dgate = dsink = None
         if sink is not None and rows is not None and wanted.sink:
             dsink = sink_gradient(rows, dlse, sink)
         if log_decay is not None and columns is not None and wanted.log_decay:
             dgate = _gate_gradient(columns, rows, log_decay, given.options.cu_seqlens, given.q.shape[1])
-    return FoxGradients(dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None, dgate, dsink)
+    found = (dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None, dgate, dsink)
+    return FoxGradients(*found, dretention if wanted.retention else None)
 
 
 def _gate_gradient(columns: Tensor, rows: Some, log_decay: Tensor, cu_seqlens: Some, T: int) -> Tensor:

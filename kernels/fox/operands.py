@@ -7,13 +7,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnzoo.kernels.common.options import OpOptions
+from attnzoo.kernels.common.retention import Rule
 from attnzoo.kernels.common.rows import Attended
 
 Some = Tensor | None
 
 
 class FoxOperands(NamedTuple):
-    """What any call has: q [B, T, H, K], k [B, S, G, K], v [B, S, G, V], log_decay [B, S, H], [H] or None, sink [H]."""
+    """What any call has: q [B, T, H, K], k [B, S, G, K], v [B, S, G, V], log_decay [B, S, H], [H] or None, sink [H],
+    retention [B, S, G, 2 or 1] (``common/retention.py``) with its rule."""
 
     q: Tensor
     k: Tensor
@@ -21,6 +23,13 @@ class FoxOperands(NamedTuple):
     log_decay: Some
     sink: Some
     options: OpOptions
+    retention: Some = None
+    rule: Rule | None = None
+
+    @property
+    def portable_alone(self) -> str:
+        """What of the call only the portable kernels serve, or ""."""
+        return "retention" if self.rule is not None else self.options.portable_alone
 
 
 class FoxForward(NamedTuple):
@@ -68,6 +77,7 @@ class FoxWanted(NamedTuple):
     v: bool
     log_decay: bool
     sink: bool
+    retention: bool
 
     @property
     def rows(self) -> bool:
@@ -76,8 +86,8 @@ class FoxWanted(NamedTuple):
 
     @property
     def keys(self) -> bool:
-        """Whether dk, dv or the column sums of dS are."""
-        return self.k or self.v or self.log_decay
+        """Whether dk, dv, the column sums of dS or the gradient of retention are."""
+        return self.k or self.v or self.log_decay or self.retention
 
 
 class FoxBackward(NamedTuple):
@@ -107,6 +117,7 @@ class FoxGradients(NamedTuple):
     v: Some
     log_decay: Some
     sink: Some
+    retention: Some
 
 
 class FoxSums(NamedTuple):
@@ -116,6 +127,7 @@ class FoxSums(NamedTuple):
         q, k, v: gradients in the inputs' dtype, or as said.
         columns: with a gate, sums [B, H, S] of dS over each key's column.
         rows: with a sink, or a gate and dlse, sums [B, H, T] of dS over rows (otherwise they are 0).
+        retention: its gradient, where there is one.
     """
 
     q: Tensor
@@ -123,3 +135,4 @@ class FoxSums(NamedTuple):
     v: Tensor
     columns: Some
     rows: Some
+    retention: Some = None

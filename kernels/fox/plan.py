@@ -100,7 +100,8 @@ def plan(call: FoxCall, machine: Machine) -> Plan:
     """
     # lengths are not part of what is looked up: a cache grows at every step
     key = call._replace(T=0, S=0, rep=0)
-    return _plan(key, few_rows(call.T, call.S, call.rep), call.T >= ROW_UNIT, machine, tuple(_forced.items()))
+    few = few_rows(call.T, call.S, call.rep) and call.portable_alone != "retention"  # which the split kernels lack
+    return _plan(key, few, call.T >= ROW_UNIT, machine, tuple(_forced.items()))
 
 
 def few_rows(T: int, S: int, rep: int) -> bool:

@@ -18,6 +18,7 @@ from attnzoo.algebra.pruning import certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import dense_readout, summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.common.retention import Retention
 from attnzoo.kernels.common.running_gates import GateSums
 
 ROWS = 8 * ROW_UNIT  # whose near keys are scored at once
@@ -103,6 +104,7 @@ def fox_reference_with_lse(
     log_decay: Tensor | None,
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
+    retention: Retention | None = None,
     compute_dtype: torch.dtype | None = None,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -122,11 +124,15 @@ def fox_reference_with_lse(
         visible = visible & valid[:, None, None, :]
         k, v = (x.masked_fill(~valid[..., None, None], 0.0) for x in (k, v))  # they may hold anything
     if options.prune is not None:
-        start = prune_starts_reference(q, k, c, since, options, valid)
+        near = since if retention is None else torch.maximum(since, j - (retention.rule.remembers - 1))
+        start = prune_starts_reference(q, k, c, near, options, valid)
         visible = visible & (j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     qh = rearrange(q.to(cd), "b t h k -> b h t k")
     kh, vh = (repeat(x.to(cd), "b s g d -> b (g r) s d", r=H // G) for x in (k, v))
     decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = (options.scores((qh @ kh.mT).to(wide), K) + decay).masked_fill(~visible, -math.inf)
+    logits = options.scores((qh @ kh.mT).to(wide), K) + decay
+    if retention is not None:
+        logits = logits + retention.bias(pos[:, None] - j).repeat_interleave(H // G, 1)
+    logits = logits.masked_fill(~visible, -math.inf)
     o, lse = dense_readout(logits, vh, options.sink)
     return o.to(q.dtype), lse

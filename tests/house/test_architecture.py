@@ -28,6 +28,7 @@ FLOORS = (
         "kernels.linear",
         "kernels.norms",
         "kernels.path",
+        "kernels.retention",
         "kernels.rotation",
     ),
     ("kernels.wall",),

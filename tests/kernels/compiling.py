@@ -35,6 +35,7 @@ from attnzoo.kernels import convolution, decode, linear, norms
 from attnzoo.kernels.common import device
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
@@ -211,6 +212,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield (
                 f"fox {kind} {K} shared keys",
                 functools.partial(fox.fox_attention, many, alone, alone, log_decay=wide(1, 8192, 4), impl="triton"),
+            )
+            keeps = Retention(wide(1, 512, 2, 2), Rule(64.0, 0.5, 30.0, 16))
+            yield (
+                f"fox {kind} {K} retention",
+                functools.partial(fox.fox_attention, *qkv, log_decay=full, retention=keeps, impl="triton"),
             )
             narrow = x(1, 512, 2, 32)
             yield (

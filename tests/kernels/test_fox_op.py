@@ -14,6 +14,7 @@ from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.options import OpOptions
+from attnzoo.kernels.common.retention import Rule
 from attnzoo.kernels.fox import GateSums, fox_attention
 from attnzoo.kernels.fox.operands import FoxForward, FoxOperands
 from attnzoo.kernels.fox.reference import fox_reference
@@ -21,15 +22,19 @@ from attnzoo.kernels.fox.reference import fox_reference
 CASE = Case(T=70, S=90, H=2, G=1, K=8, V=8, sink=True)
 
 
-@pytest.mark.parametrize("kind", ["gates", "const", "none"])
+@pytest.mark.parametrize("kind", ["gates", "const", "none", "retention"])
 def test_opcheck(kind: str) -> None:
     from attnzoo.kernels.fox.op import fox_forward_op
 
-    case = Case(T=70, S=90, K=8, V=8, gate={"gates": "mixed"}.get(kind, kind), sink=kind == "gates")
+    gate = {"gates": "mixed", "retention": "none"}.get(kind, kind)
+    case = Case(T=70, S=90, K=8, V=8, gate=gate, sink=kind == "gates")
     x = {n: t.requires_grad_() for n, t in inputs(case, torch.float32).items() if n != "do"}
     prune = ("tail", -10.0) if kind == "gates" else ("", 0.0)
     options = OpOptions(None, None, 0.3, 40 if kind == "none" else 0, *prune)
     operands = FoxOperands(x["q"], x["k"], x["v"], x.get("log_decay"), x.get("sink"), options)
+    if kind == "retention":
+        keys = torch.rand(1, 90, 1, 2, device=DEVICE).requires_grad_()
+        operands = operands._replace(retention=keys, rule=Rule(4.0, 0.5, 9.0, 3))
     opcheck(fox_forward_op, FoxForward(operands, True, False, True))
 
 

@@ -112,7 +112,8 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     The gate's gradient is not exact without ``o_rest`` [B, T, H, V], what the rounding of o dropped.
     Works on B H T K float32 numbers beside its results, and on 2 B G S K more where heads are apart. Not deterministic.
     """
-    (q, k, v, log_decay, sink, options), (o, _, lse, (c, base, first_visible, first_computed), o_rest) = x.given, x.made
+    (q, k, v, log_decay, sink, options, *_), (o, _, lse, rows, o_rest) = x.given, x.made
+    c, base, first_visible, first_computed = rows
     do, dlse, scale, unrounded = x.do, x.dlse, options.scale, x.unrounded
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     BK, BV = head_block(K), head_block(V)

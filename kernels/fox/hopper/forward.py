@@ -253,7 +253,7 @@ def fox_forward_hopper(
     given: FoxOperands, rows: RowGates, plan: Plan, *, o_rest: Tensor | None = None, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``portable.forward.fox_forward``, where the plan says so, which it does not of keys that may not exist."""
-    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (q, k, v, log_decay, sink, options, *_), (c, base, first_visible, first_computed) = given, rows
     (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], HOPPER_FORWARD
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     n_tasks, taken = cdiv(T, t.BT) * B * H, q.new_zeros((1,), dtype=torch.int32)

@@ -25,6 +25,14 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.forgetful_bias import (
+    bias_gradient,
+    forgetful_bias,
+    load_retention,
+    retained,
+    retention_gradient,
+    row_forgetful_bias,
+)
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launched import launched
@@ -35,11 +43,14 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
+    retention_kind,
+    retention_strides,
     row_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds
 from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.retention import numbers_of
 from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
 from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
@@ -50,7 +61,8 @@ from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
              b_pos, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
              BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
-             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, stride_rs,
+             rule):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
     if TMA:
         b_k = p_k.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BK])
@@ -63,6 +75,8 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
+    if KIND != 0:
+        b_y += row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
@@ -80,14 +94,14 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
 @launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads,
-    scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, p_keep, T, S,
+    n_heads, scale, scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    stride_db, stride_dt, stride_dh, stride_lb, stride_lh, stride_rb, stride_rs, stride_rh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
+    KIND: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K], and delta corrected in place, or UNROUNDED in p_settled; schedule and frame of the forward."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
@@ -118,6 +132,7 @@ def fox_dq_portable_kernel(
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
+    p_keep += i_b * stride_rb + (i_h // REP).to(tl.int64) * stride_rh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -136,14 +151,16 @@ def fox_dq_portable_kernel(
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, stride_rs,
+                              rule)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, stride_rs,
+                              rule)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
@@ -152,12 +169,16 @@ def fox_dq_portable_kernel(
 
 
 @triton.jit
-def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled, p_since, p_start, b_shift, i_b, i, i_h,
-               o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr,
-               BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
-               HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
-               MASK: tl.constexpr):  # fmt: skip
-    """dK, dV and column sums of dS, or of its lags if gates are constant, from the row tile that starts at row i."""
+def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_q, p_do, p_rows, p_settled, p_since,
+               p_start, b_shift, i_b, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr,
+               V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr,
+               HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+               UNROUNDED: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, rule):  # fmt: skip
+    """dK, dV, column sums of dS, or of its lags if gates are constant, and the gradient of retention, from the row tile
+    that starts at row i.
+
+    b_db, b_df: that gradient, of b_base and b_fade (``common/forgetful_bias.py``).
+    """
     if TMA:  # zeros past T and past the head dims
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
         b_do = p_do.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BV])
@@ -172,6 +193,10 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
     b_y = scores(b_x, scale2)
     if GATE != 0:
         b_y += b_bias[:, None]
+    if KIND != 0:
+        b_age = ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
+        b_r = retained(b_base[:, None], b_fade[:, None], b_age, rule, KIND)
+        b_y += forgetful_bias(b_r, rule)
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
@@ -191,23 +216,29 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
         if GATE == 1:  # a constant gate counts once for each token of the lag
             b_dy *= ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
         b_dc += tl.sum(b_dy, 1)
+    if KIND != 0:
+        b_dbase, b_dfade = retention_gradient(bias_gradient(b_ds, b_r, rule), b_r, b_age, rule, KIND)
+        b_db += tl.sum(b_dbase, 1)
+        b_df += tl.sum(b_dfade, 1)
     b_dsh = product_gradient(b_ds, b_x, scale2).to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
-    return b_dk, b_dv, b_dc
+    return b_dk, b_dv, b_dc, b_db, b_df
 
 
 @launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dkdv_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_settled, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S,
-    n_heads, scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_settled, p_dk, p_dv, p_dc, p_dr, p_c, p_base, p_g, p_since, p_start, p_end, p_full,
+    p_keep, T, S, n_heads, scale, scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    stride_db, stride_dt, stride_dh, stride_lb, stride_lh, stride_rb, stride_rs, stride_rh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, KIND: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    UNROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """dK [B, S, G, K], dV [B, S, G, V], column sums [B, H, S] of dS or its lags; one program per key tile and key head.
+    """dK [B, S, G, K], dV [B, S, G, V], column sums [B, H, S] of dS or its lags, the gradient of retention; one program
+    per key tile and key head.
 
     Key tiles with the most rows (the first) run first.
     """
@@ -229,6 +260,12 @@ def fox_dkdv_portable_kernel(
     )
     b_dk = tl.zeros([BS, BK], tl.float32)
     b_dv = tl.zeros([BS, BV], tl.float32)
+    b_db, b_df = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
+    b_base, b_fade = b_db, b_df
+    if KIND != 0:
+        b_base, b_fade = load_retention(
+            p_keep + i_b * stride_rb + i_g.to(tl.int64) * stride_rh, b_s, S, stride_rs, KIND
+        )
     i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
     i_mid = tl.cdiv(tl.maximum(s + BS - 1 - off, 0), BT) * BT  # from here every row is past every key
     for i_r in range(REP):
@@ -263,20 +300,25 @@ def fox_dkdv_portable_kernel(
         for i_n in range(n_head + n_tail):
             i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
             b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
-            b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_settledh, p_sinceh, p_starth, b_shift,
-                i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE,
-                HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, True)  # fmt: skip
+            b_dk, b_dv, b_dc, b_db, b_df = _dkdv_tile(
+                b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_qh, p_doh, p_rowsh, p_settledh,
+                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K,
+                V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, True, KIND, rule)  # fmt: skip
         b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
         for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
             b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
-            b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_settledh, p_sinceh, p_starth, b_shift,
-                i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE,
-                HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False)  # fmt: skip
+            b_dk, b_dv, b_dc, b_db, b_df = _dkdv_tile(
+                b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_qh, p_doh, p_rowsh, p_settledh,
+                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K,
+                V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False, KIND, rule)  # fmt: skip
             b_shift = b_next
         if GATE != 0:
             tl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
+    if KIND != 0:
+        p_drt = p_dr + ((i_b * S + b_s) * G + i_g) * KIND
+        tl.store(p_drt, b_db, mask=b_s < S)
+        if KIND == 2:
+            tl.store(p_drt + 1, b_df, mask=b_s < S)
     m_s = (b_s < S)[:, None]
     p_dkt = p_dk + ((i_b * S + s64) * G + i_g) * K + o_s[:, None] * (G * K) + o_k[None, :]
     p_dvt = p_dv + ((i_b * S + s64) * G + i_g) * V + o_s[:, None] * (G * V) + o_v[None, :]
@@ -286,7 +328,8 @@ def fox_dkdv_portable_kernel(
 
 def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     """Launch the backward kernels on what the forward pass saved, as far as gradients are wanted."""
-    (q, k, v, log_decay, sink, options), (o, _, lse, (c, base, first_visible, first_computed), _) = x.given, x.made
+    (q, k, v, log_decay, sink, options, retention, rule), (o, _, lse, rows, _) = x.given, x.made
+    c, base, first_visible, first_computed = rows
     do, dlse, scale, unrounded = addressable(x.do), x.dlse, options.scale, x.unrounded
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
@@ -294,12 +337,14 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None
     dkey = lse.new_empty((B, H, S)) if gate else None
+    dretention = None if retention is None else lse.new_empty(retention.shape)
     like = lse if unrounded else q
     dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     bounded = first_visible is not None or first_computed is not None
     flags: dict[str, Any] = {
         "GATE": gate, "HAS_SINCE": first_visible is not None, "HAS_START": first_computed is not None,
         "PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT, "UNROUNDED": unrounded,
+        "KIND": retention_kind(retention),
     }  # fmt: skip
     dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
@@ -308,6 +353,8 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         lse if first_computed is None else first_computed,
     )
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(first_visible))
+    strides += retention_strides(retention)
+    p_keep, numbers = lse if retention is None else retention, numbers_of(rule)
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
     row_delta_kernel[(B * H * (row_pairs.shape[2] // 64),)](
         o, do, lse, p_dlse, row_pairs, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3],
@@ -319,9 +366,9 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
-            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
-            options.scale2, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
-            TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, p_keep, T, S, min(t.heads, B * H),
+            scale, options.scale2, numbers, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
+            HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     if x.wanted.keys:
         end, full = key_bounds(first_visible, first_computed, B, T, H, S)[:2] if bounded else limits
@@ -329,8 +376,9 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
         fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
-            p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T,
-            S, min(t.heads, B * G), scale, options.scale2, *strides, **dims, **flags,
+            p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey,
+            lse if dretention is None else dretention, *gates, *limits, end, full, p_keep, T, S, min(t.heads, B * G),
+            scale, options.scale2, numbers, *strides, **dims, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
-    return FoxSums(dq, dk, dv, dkey, drow)
+    return FoxSums(dq, dk, dv, dkey, drow, dretention)

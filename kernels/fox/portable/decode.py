@@ -179,7 +179,7 @@ def fox_split_forward(
 
     c and base may have room for more than S keys; first visible keys may be those of the T rows alone.
     """
-    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (q, k, v, log_decay, sink, options, *_), (c, base, first_visible, first_computed) = given, rows
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     if o_rest is not None:  # the sum over chunks is not taken apart
         o_rest.zero_()

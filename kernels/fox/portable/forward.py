@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.forgetful_bias import row_forgetful_bias
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
@@ -22,12 +23,15 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
+    retention_kind,
+    retention_strides,
     row_strides,
     tile_descriptor,
     valid_strides,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.common.retention import numbers_of
 from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.tile_loads import keys_there, load_keys, load_tile, schedule
 from attnzoo.kernels.fox.operands import FoxOperands
@@ -36,13 +40,14 @@ from attnzoo.kernels.fox.operands import FoxOperands
 @launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh", "stride_mb"])
 def fox_fwd_portable_kernel(
-    p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, p_valid, T, S, n_heads, scale2,
+    p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, p_valid, p_keep, T, S, n_heads,
+    scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_lb, stride_lh, stride_mb, stride_ms,
+    stride_lb, stride_lh, stride_mb, stride_ms, stride_rb, stride_rs, stride_rh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr,
-    HAS_VALID: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_VALID: tl.constexpr, KIND: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
@@ -67,6 +72,7 @@ def fox_fwd_portable_kernel(
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
     p_valid += i_b * stride_mb
+    p_keep += i_b * stride_rb + i_g.to(tl.int64) * stride_rh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -97,8 +103,11 @@ def fox_fwd_portable_kernel(
         if HAS_VALID:  # what does not exist may hold anything
             m_there = keys_there(p_valid, s, o_s, S, stride_ms)
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
+        b_more = None
+        if KIND != 0:
+            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
-                                     GATE, HAS_SINCE, PREC, True)  # fmt: skip
+                                     GATE, HAS_SINCE, PREC, True, b_more)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
@@ -109,8 +118,11 @@ def fox_fwd_portable_kernel(
         if HAS_VALID:
             m_there = keys_there(p_valid, s, o_s, S, stride_ms)
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
+        b_more = None
+        if KIND != 0:
+            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
-                                     GATE, HAS_SINCE, PREC, HAS_VALID)  # fmt: skip
+                                     GATE, HAS_SINCE, PREC, HAS_VALID, b_more)  # fmt: skip
         b_shift = b_next
     m_t = i_t * BT + o_t < T
     if HAS_VALID:  # a row without any valid key: 0, and a log-sum-exp of -inf
@@ -139,7 +151,7 @@ def fox_forward(
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
     """
-    (q, k, v, log_decay, sink, options), (c, base, first_visible, first_computed) = given, rows
+    (q, k, v, log_decay, sink, options, retention, rule), (c, base, first_visible, first_computed) = given, rows
     (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], plan.of("fwd")
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     there = lse if valid is None else valid
@@ -148,12 +160,13 @@ def fox_forward(
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, lse if sink is None else sink, there, T, S,
-        min(t.heads, B * H), options.scale2, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=head_block(K),
-        BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
+        lse if first_computed is None else first_computed, lse if sink is None else sink, there,
+        lse if retention is None else retention, T, S, min(t.heads, B * H), options.scale2, numbers_of(rule),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *row_strides(first_visible), *valid_strides(valid), *retention_strides(retention), H=H, REP=H // G, K=K, V=V,
+        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
         HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_SINK=sink is not None,
-        HAS_REST=o_rest is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype),
-        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        HAS_REST=o_rest is not None, HAS_VALID=valid is not None, KIND=retention_kind(retention), TMA=tma,
+        PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

@@ -121,7 +121,7 @@ def prune_starts(
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
     """
-    (q, k, _, log_decay, _, options), (c, base, first_visible, _) = given, rows
+    (q, k, _, log_decay, _, options, *_), (c, base, first_visible, _) = given, rows
     (B, T, H, K), (S, G), n_t = q.shape, k.shape[1:3], cdiv(q.shape[1], ROW_UNIT)
     tail, gate, bound = options.bound == "tail", gate_kind(log_decay), options.logit_bound
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
