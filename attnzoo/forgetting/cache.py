@@ -58,11 +58,13 @@ class Network:
         keys: ``(k [B, T, G, K], v [B, T, G, V]) -> [B, G, T, X]``, the features of each key that are cached.
         rows: ``q [B, T, H, K] -> [B, G, T, X]``, the features of each query.
         join: ``(keys [B, G, n, X], rows [B, G, R, X]) -> Retention``, the retention of n keys at R queries.
+        fused: whether kernels read the features of keys.
     """
 
     keys: Callable[[Tensor, Tensor], Tensor]
     rows: Callable[[Tensor], Tensor]
     join: Callable[[Tensor, Tensor], Retention]
+    fused: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,13 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Evict, QueryBounds
 from attnzoo.algebra.values import as_given, records
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy
+from attnzoo.forgetting.fused import fused_kept, fused_student, fuses
 from attnzoo.forgetting.inplace import ForgettingMemory
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, blended, parse_budget
 from attnzoo.forgetting.steps import extend_forgetting
-from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention
+from attnzoo.forgetting.student import Forgotten, Panel, Retention, forgetful_attention, hard_attention, kept_terms
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.forms.caches.pages.present_tokens import LastRows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
@@ -134,9 +136,9 @@ class ForgetNetwork(PreciseModule):
         log_eps = None if evict is None else math.log(evict.eps)
         return Policy(self.options, *parse_budget(budget), log_eps, bounds, self.window)
 
-    def network(self) -> Network:
+    def network(self, fused: bool = False) -> Network:
         """The network in pieces, for a cache."""
-        return Network(self.of_keys, self.of_rows, self.join)
+        return Network(self.of_keys, self.of_rows, self.join, fused)
 
     def of_keys(self, k: Tensor, v: Tensor) -> Tensor:
         """The network's features ``[B, G, T, X]`` of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``."""
@@ -170,8 +172,9 @@ class ForgetNetwork(PreciseModule):
 
     @untraced  # lambda and tau change at every step, and the loss terms are stored in the layer
     def run(
-        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None = None
-    ) -> tuple[Tensor, ForgettingCache | None]:
+        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None = None,
+        fused: bool = False,
+    ) -> tuple[Tensor, ForgettingCache | None]:  # fmt: skip
         """The output ``[B, T, H, V]`` of the layer's core, and the new state where the call has one.
 
         In training the outputs of teacher and student are blended (section 2.3). In evaluation with lambda = 1, and
@@ -182,53 +185,80 @@ class ForgetNetwork(PreciseModule):
             teacher: the form that reads whole sequences with all their keys.
             call: the inputs and options of the core; without a cache ``return_lse`` is one of them.
             policy: the rules by which a cache evicts keys.
+            fused: whether the student runs on kernels, where it can (:mod:`attnzoo.forgetting.fused`).
 
         Raises:
             ValueError: a cache with lambda < 1, where the output contains the teacher's, which needs all keys.
         """
         valid = call.options.get("valid")
         if valid is None:
-            return self._run(forms, teacher, call, policy)
+            return self._run(forms, teacher, call, policy, fused)
         last = LastRows.of(valid, *valid.shape)  # running sums along rows need tokens without padding between them
         q, k, v = (last.take(x) for x in (call.q, call.k, call.v))
         gate = call.gate.map(lambda part: part if part.ndim == 1 else last.take(part))
         options = {**call.options, "valid": last.take(valid)}
-        o, state = self._run(forms, teacher, replace(call, q=q, k=k, v=v, gate=gate, options=options), policy)
+        o, state = self._run(forms, teacher, replace(call, q=q, k=k, v=v, gate=gate, options=options), policy, fused)
         return last.put(o), state
 
     def _run(
-        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None
+        self, forms: FormSet, teacher: Callable[..., Any], call: Call, policy: Policy | None, fused: bool
     ) -> tuple[Tensor, ForgettingCache | None]:
         """:meth:`run` for rows whose padding, if any, stands before all tokens."""
         given, options = call.options, SoftmaxOptions(**call.options)
         assert isinstance(forms, SoftmaxForms)
+        fused = fused and fuses(forms, self.options)
         if policy is not None:
             if self.blend != 1:
                 raise ValueError(f"cache: expected blend = 1 (the teacher needs all keys), got {self.blend:g}")
             if records(call.q, call.k, call.v):
                 raise ValueError("cache: expected torch.no_grad() where keys are forgotten, got inputs with a gradient")
             with as_given(call.q):
-                inputs = forms, call.q, call.k, call.v, call.gate, self.network(), policy, call.state, options
+                network = self.network(fused)
+                inputs = forms, call.q, call.k, call.v, call.gate, network, policy, call.state, options
                 return extend_forgetting(*inputs)
         if not self.training and self.blend == 1:
             check_softmax(options, call.q, call.gate)
+            if fused:
+                return fused_student(cast(Any, forms), call, self._keys(call), self.options), None
             with as_given(call.q):
                 logits = Logits(forms, call.q, call.k, call.gate, options)
                 retention = self.join(self.of_keys(call.k, call.v), self.of_rows(call.q))
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
-        with torch.no_grad():
-            taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
         learns = self.training and torch.is_grad_enabled()
-        with as_given(call.q):
-            found: Forgotten = forgetful_attention(
-                Logits(forms, call.q, call.k, call.gate, options), call.v, lse,
-                self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
-                teacher=taught if learns and self.distils else None, sink=given.get("sink"),
-                shares=self.budget_shares(), losses=learns,
-            )  # fmt: skip
+        distils = learns and self.distils
+        fused, taught = fused and not distils, None
+        if self.blend != 1 or not fused:
+            with torch.no_grad():
+                taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
+        if fused:
+            found = self._fused(cast(Any, forms), call, options, learns)
+        else:
+            with as_given(call.q):
+                found = forgetful_attention(
+                    Logits(forms, call.q, call.k, call.gate, options), call.v, lse,
+                    self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
+                    teacher=taught if distils else None, sink=given.get("sink"),
+                    shares=self.budget_shares(), losses=learns,
+                )  # fmt: skip
         if self.collects and found.budget is not None and found.kept is not None:
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
-        return blended(taught, found.o, self.blend), None
+        return found.o if taught is None else blended(taught, found.o, self.blend), None
+
+    def _keys(self, call: Call) -> Tensor:
+        """The network's features of a call's keys."""
+        with as_given(call.q):
+            return self.of_keys(call.k, call.v)
+
+    def _fused(self, forms: AdditiveForms, call: Call, options: SoftmaxOptions, learns: bool) -> Forgotten:
+        """The student's output by kernels, and its losses but that of the teacher."""
+        check_softmax(options, call.q, call.gate)
+        keys, tau = self._keys(call), self.temperature
+        o = fused_student(forms, call, keys, self.options, tau)
+        if not learns:
+            return Forgotten(o)
+        with as_given(call.q):
+            kept, tokens = fused_kept(keys, self.options, tau, options)
+            return Forgotten(o, None, *kept_terms(kept, tokens, self.options, self.budget_shares()))
 
     def in_place(
         self, forms: FormSet, state: ForgettingCache, rows: BatchRows, tokens: int, device: torch.device | str

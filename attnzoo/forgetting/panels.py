@@ -11,11 +11,12 @@ from einops import rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums, scaled_queries
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions, existing
 from attnzoo.forms.readout import Band, logits_of
-from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.softmax import ROWS, SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
 WIDE = 256, 2048  # least and most keys of a panel on a GPU, where small panels cost as much as large ones
@@ -60,6 +61,11 @@ class Logits:
         if cu_seqlens is not None:
             self.segment = torch.searchsorted(cu_seqlens.long(), torch.arange(T, device=device), right=True)
         self.band = Band.of(given.window, valid, T, device)
+        self.first = None
+        if given.prune is not None and decay is not None:  # near keys may be forgotten, a row's own is not
+            gates, bound = heads_first(decay, H, dtype), given.logit_bound
+            first = first_kept_keys(self.q, self.k, gates, given.prune, bound, lower=self.own.double(), rows=ROWS)
+            self.first = first.repeat_interleave(ROWS, -1)[..., :T]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -104,6 +110,13 @@ class Logits:
             if closed is not None:
                 decay = decay.masked_fill(closed[..., start:, None] != closed[..., None, start:stop], -torch.inf)
         return logits_of(scores, self.given, decay).masked_fill(~there, -torch.inf)
+
+    def pruned(self, a: Tensor, start: int, stop: int) -> Tensor:
+        """The logits ``a`` of a panel, -inf where ``prune`` certifies that a row can do without the keys."""
+        if self.first is None:
+            return a
+        keys = torch.arange(start, stop, device=a.device)
+        return a.masked_fill(keys < self.first[..., start:, None], -torch.inf)
 
     def carried(self, n: int, blocks: ClosedForm) -> tuple[Tensor, Tensor]:
         """The scores of block n's keys with all rows from its first on, and its keys carried to the end,

@@ -17,6 +17,7 @@ cache can only evict a key of such a head. Shapes: a ``[B, H, T, T]``, s, S, r `
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -261,7 +262,8 @@ def forgetful_bias(retention: Tensor, options: Forgetting, temperature: float) -
 
 def full_bias(options: Forgetting, temperature: float) -> float:
     """The bias of a key with retention r = 1; it is also the bias of the sinks."""
-    return float(forgetful_bias(torch.ones((), dtype=torch.float64, device="cpu"), options, temperature))
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return 0.0 if math.isinf(temperature) else float(forgetful_bias(one, options, temperature))
 
 
 def student(logits: Tensor, bias: Tensor, v: Tensor, sink: Tensor | None = None, sink_bias: float = 0.0) -> Tensor:

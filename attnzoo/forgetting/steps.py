@@ -12,11 +12,13 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first, scaled_queries
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy, first_ones, swap_delete
+from attnzoo.forgetting.fused import fused_student
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import squashed
-from attnzoo.forgetting.student import Panel, hard_attention
+from attnzoo.forgetting.student import LastRow, Panel, hard_attention, remembered_of
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.forms.softmax import SoftmaxForms
 
@@ -68,7 +70,15 @@ def _prefill(
     (B, T, H, _), G, valid = q.shape, v.shape[2], given.valid
     logits = Logits(forms, q, k, gate, given)
     memory = network.keys(k, v)
-    o, last = hard_attention(logits, v, network.join(memory, network.rows(q)), policy.options, given.sink)
+    retention = network.join(memory, network.rows(q))
+    if network.fused:
+        assert isinstance(forms, AdditiveForms)
+        o = fused_student(forms, Call(q, k, v, gate, options=given), memory, policy.options)
+        age = (logits.position[:, -1:] - logits.position)[:, None, None]
+        x = retention(Panel(0, T, age))
+        last = LastRow(remembered_of(x, age, age >= 0, policy.options)[:, :, 0])
+    else:
+        o, last = hard_attention(logits, v, retention, policy.options, given.sink)
     there = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
     R, phase, angle = H // G, None, None
     if isinstance(forms, AdditiveForms):

@@ -114,7 +114,7 @@ def forgetful_attention(
         x, age, _ = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
         bias = _by_query_head(forgetful_bias(r, options, temperature), H)
-        weights = (a + bias - lse[..., start:, None]).exp()
+        weights = (logits.pruned(a, start, stop) + bias - lse[..., start:, None]).exp()
         N = weights @ _by_query_head(values[:, :, start:stop], H)
         found = [torch.cat([N, weights.sum(-1, keepdim=True)], -1)]
         if losses:
@@ -140,14 +140,20 @@ def forgetful_attention(
     if not losses and goal is None:
         return Forgotten(o)
     tokens, old = counts(logits, options)
+    distilled = None if goal is None else loss / (old * (B // logits.position.shape[0]) * G).clamp(min=1)
+    return Forgotten(o, distilled, *kept_terms(kept, tokens, options, shares) if losses else (None, None))
+
+
+def kept_terms(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> tuple[Tensor, Tensor]:
+    """L_b, and the mean share of their tokens that rows still see.
+
+    Args:
+        kept: the expected numbers of these, ``[B, G, T]``.
+        tokens: the numbers of tokens, ``[B or 1, 1, T]``.
+    """
     tokens, rows = tokens.expand(kept.shape), tokens > 0
     share = (kept.detach() / tokens.clamp(min=1)).sum() / rows.expand(kept.shape).sum().clamp(min=1)
-    return Forgotten(
-        o,
-        None if goal is None else loss / (old * (B // logits.position.shape[0]) * G).clamp(min=1),
-        budget_gap(kept, tokens, options, shares) if losses else None,
-        share if losses else None,
-    )
+    return budget_gap(kept, tokens, options, shares), share
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +167,8 @@ class LastRow:
     """
 
     kept: Tensor
-    attention: Tensor | None
-    carried: Tensor | None
+    attention: Tensor | None = None
+    carried: Tensor | None = None
 
 
 def hard_attention(
@@ -194,7 +200,7 @@ def hard_attention(
         x, age, mean = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
         gone = _by_query_head(r < options.threshold, H)
-        a = a.clamp(min=nothing).masked_fill(gone, nothing)
+        a = logits.pruned(a, start, stop).clamp(min=nothing).masked_fill(gone, nothing)
         part, own = a.softmax(-1) @ _by_query_head(values[:, :, start:stop], H), a.logsumexp(-1)
         own, part = F.pad(own, (start, 0), value=nothing), F.pad(part, (0, 0, start, 0))
         both = torch.logaddexp(lse, own)

@@ -321,7 +321,7 @@ class Attention(NoticedStarts):
         else:
             teacher = self.variant.forms["parallel" if form == REFERENCE else form]
             policy = None if cache is None else self._policy(cache, call)
-            o, state = self.forget.run(self.variant.form_set, teacher, call, policy)
+            o, state = self.forget.run(self.variant.form_set, teacher, call, policy, fused=form == "triton")
         if self.keys_per_token > 1 and state is not None:  # the state counts sub-tokens
             state = replace(state, tokens=len(state) - stream.shape[1] * (self.keys_per_token - 1))
         return o, state

@@ -43,7 +43,7 @@ def build_attention(
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"``, ``"sdpa"`` or ``"reference"``; an explicit choice never
             falls back.
         forgetting: options of One-Pass Forgetting, an :class:`~attnzoo.Forgetting`; for the softmax side. None: without
-            it.
+            it. It runs on the variant's kernels where ``impl="auto"`` takes these and its network reads keys alone.
         keep_carries: PaTH's kernels keep their carried queries and keys for the backward pass, which otherwise computes
             them again. Faster, for about 33 K bytes per token and key head in 16 bits, K being the head dim. Outputs
             and gradients do not change. For ``path``, ``path_fox`` and both with a rotation.

@@ -36,7 +36,7 @@ def check_layer(
         raise unknown("impl", impl, IMPLS)
     _check_parts(variant, config, gate_classes(config.gate), prune)
     if forgetting is not None:
-        _check_forgetting(variant, forgetting, impl, prune is not None)
+        _check_forgetting(variant, forgetting, impl)
     _check_keeps(variant, keep_carries, forgetting is not None)
 
 
@@ -89,7 +89,7 @@ def _check_parts(
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
 
 
-def _check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
+def _check_forgetting(variant: Variant, forgetting: Forgetting, impl: str) -> None:
     """Raise where a layer of the variant cannot have One-Pass Forgetting.
 
     Raises:
@@ -106,10 +106,8 @@ def _check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, prune
         raise ValueError(f"forgetting: {why} (its dual {variant.dual.name!r} can forget)")
     if not isinstance(variant.form_set, SoftmaxForms):
         raise ValueError(f"forgetting: expected a variant whose FORMS are SoftmaxForms, got {variant.name!r}")
-    if pruned:
-        raise ValueError("acp: expected False with forgetting, whose student has no pruned form")
     if impl not in ("auto", "reference"):
-        raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (the student has no kernel): {impl!r}")
+        raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (not all of it has a kernel): {impl!r}")
 
 
 def _check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:

@@ -14,7 +14,7 @@ import attnzoo.forgetting.panels as panels
 import attnzoo.forgetting.student as forms
 import attnzoo.forgetting.target as forgetting_goal
 import attnzoo.layer.dispatch
-from attnzoo import Prune, build_attention
+from attnzoo import build_attention
 from attnzoo.forgetting import rules as dense
 from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.rules import Forgetting
@@ -139,8 +139,6 @@ def test_layers_that_cannot_forget_say_why():
     forgetting = Forgetting()
     with pytest.raises(ValueError, match="'gla' is the linear side.*its dual 'wall' can forget"):
         build_attention("gla", hidden_size=D, num_heads=4, forgetting=forgetting)
-    with pytest.raises(ValueError, match="acp: expected False with forgetting"):
-        build_attention("fox", hidden_size=D, num_heads=4, forgetting=forgetting, acp=Prune())
     with pytest.raises(ValueError, match="impl: expected 'auto' or 'reference' with forgetting"):
         build_attention("fox", hidden_size=D, num_heads=4, forgetting=forgetting, impl="triton")
     with pytest.raises(TypeError, match=r"forgetting: expected attnzoo.Forgetting\(...\) or None, got True"):

@@ -23,6 +23,7 @@ from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, g
 from attnzoo.forms.options import READS_LESS, SoftmaxOptions, existing, separated
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.kernels.common.options import portable_alone
+from attnzoo.kernels.common.retention import Retention
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 HONOURED = frozenset(SoftmaxOptions.__match_args__) - {"keep_carries"}  # options honoured by all of these kernels
@@ -51,16 +52,18 @@ def fox_kernel(forms: Additive) -> Kernel:
         forms: the forms, which apply the gate's matrix part to q and k and extend the cache.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, retention: Retention | None = None
+    ) -> Output:
         """The output of the fused kernel (``attnzoo.kernels.fox``), in the inputs' precision."""
         receivers = None
         if given.valid is None:
             q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
-        return attend(q, k, v, gate, None, given, receivers)[0]
+        return attend(q, k, v, gate, None, given, receivers, retention)[0]
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
-        receivers: tuple[Tensor, ...] | None = None,
+        receivers: tuple[Tensor, ...] | None = None, retention: Retention | None = None,
     ) -> tuple[Output, KVCache]:  # fmt: skip
         """The output and the new cache; padded rows run packed from an empty state, or masked over a cache."""
         from attnzoo.kernels.fox import fox_attention
@@ -77,15 +80,22 @@ def fox_kernel(forms: Additive) -> Kernel:
         q, k, g = q.to(v.dtype), state.k, single(state.log_decay)
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # one key per query head, as angles differ
         options = given.of_kernels("cu_seqlens") | {"return_lse": given.return_lse, "impl": "triton"}
+        keys = None if retention is None else expand_heads(retention.keys, k.shape[2])
+
+        def of(keys: Tensor | None) -> Retention | None:
+            return None if retention is None or keys is None else retention._replace(keys=keys)
+
         if past is None and given.valid is not None:
 
-            def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
+            def packed(
+                q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, keys: Tensor | None, borders: Tensor
+            ) -> Output:
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, retention=of(keys), **options)
 
-            return on_packed(packed, given.valid, q, k, v, g), state
+            return on_packed(packed, given.valid, q, k, v, g, keys), state
         if past is None:
             g = g if constant is None else constant
-            options |= {"cu_seqlens": given.cu_seqlens, "receivers": receivers}
+            options |= {"cu_seqlens": given.cu_seqlens, "receivers": receivers, "retention": of(keys)}
             return kernel(q, k, values, log_decay=g, **options), state
         if g is None or records(q, k, values, g, given.sink):
             return kernel(q, k, values, log_decay=g, valid=state.valid, **options), state
