@@ -35,6 +35,7 @@ class Inputs:
         g: log decays ``[B, T, H]`` in float32, three quarters of the heads local (:func:`decay_lengths`).
         w: vectors of length 1, ``[B, T, G, K]`` in float32, with beta ``[B, T, G]`` in 0..2.
         a: log decays of channels, ``[B, T, H, K]`` in float32.
+        r: what is remembered of keys, ``[B, T, G, 2]`` in float32: about as an untrained forget network says.
     """
 
     q: Tensor
@@ -45,6 +46,7 @@ class Inputs:
     w: Tensor = ABSENT
     beta: Tensor = ABSENT
     a: Tensor = ABSENT
+    r: Tensor = ABSENT
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Inputs:
         """The inputs with ``fn`` applied to every existing tensor."""
@@ -67,6 +69,9 @@ def draw(
             size = (H,) if part == "g" else (H, K)
             tau = decay_lengths(H if part == "g" else H * K, generator).to(device).view(size)
             drawn = -2 * torch.rand(B, T, *size, device=device) / tau
+        elif part == "r":
+            drawn = torch.tensor([3.0, 1.0], device=device) + torch.randn(B, T, G, 2, device=device)
+            drawn = torch.cat([drawn[..., :1], drawn[..., 1:].abs()], -1)
         else:
             drawn = 2 * torch.rand(B, T, G, device=device)
             drawn = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1) if part == "w" else drawn

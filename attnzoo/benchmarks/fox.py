@@ -8,6 +8,9 @@ single file with --official). Each is checked against float64 before it is timed
 results.json and results.md, and with --plot time against context length (1k to 128k) as plot.svg. With --kv-heads query
 heads share key heads: ours and flash-linear-attention's kernel do so, for the others k and v are repeated in each call.
 
+Ours is timed with One-Pass Forgetting too (a retention per key that falls with its age, and pruning), and in a sliding
+window.
+
 Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
 RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
 "Over its share": forward + backward over the share of blocks that are kept of the time without pruning; 1.00 would be
@@ -52,6 +55,7 @@ from attnzoo.benchmarks.measure import (
     save,
 )
 from attnzoo.forms.backends import fla_kernels
+from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
 
@@ -59,11 +63,22 @@ SHAPES = (
     (2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64),
     (64, 12, 1024, 64), (16, 12, 2048, 64), (4, 12, 512, 64),  # the host counts
 )  # fmt: skip
-LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice the peers' usual errors in bf16
+LIMITS = {
+    "o": 4e-3,
+    "dq": 6e-3,
+    "dk": 6e-3,
+    "dv": 6e-3,
+    "dg": 8e-3,
+    "dr": 8e-3,
+}  # twice the peers' usual errors in bf16
 PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
 
-draw = functools.partial(attention.draw, parts="g")
+WINDOW = 1024
+IN_WINDOW = f"a window of {WINDOW}"
+FORGETS = Rule(temperature=64.0, threshold=0.5, limit=30.0, remembers=16)  # the defaults of attnzoo.Forgetting
+
+draw = functools.partial(attention.draw, parts="g r")
 
 
 def official_module(path: Path | None) -> Any:
@@ -88,8 +103,12 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     missing: list[str] = []
     apart: dict[str, Any] = {"head_first": True, "shares": False}
 
-    def ours(prune: Prune | None) -> Callable[[Inputs], Tensor]:
-        return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
+    def ours(prune: Prune | None, forgets: bool = False, window: int | None = None) -> Callable[[Inputs], Tensor]:
+        def call(x: Inputs) -> Tensor:
+            options: dict[str, Any] = {"retention": Retention(x.r, FORGETS)} if forgets else {"window": window}
+            return fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton", **options)
+
+        return call
 
     def sdpa(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
         def call(x: Inputs) -> Tensor:
@@ -100,6 +119,8 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
 
     found.append(Contender("ours", ours(None)))
     found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
+    found.append(Contender("ours, One-Pass Forgetting", ours(PRUNE["tail"], forgets=True), "q k v g r"))
+    found.append(Contender(f"ours, {IN_WINDOW}", ours(None, window=WINDOW)))
     for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
         found.append(Contender(f"SDPA {name} (no gate)", sdpa(backend), "q k v", **apart))
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
@@ -203,7 +224,10 @@ def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[s
     heads, kv_heads = few_heads(shared)
 
     def exact(x: Inputs) -> Tensor:
-        return fox_reference(x.q, x.k, x.v, log_decay=x.g if peer.reads("g") else None)
+        retention = Retention(x.r, FORGETS) if peer.reads("r") else None
+        window = WINDOW if IN_WINDOW in peer.name else None
+        gates = x.g if peer.reads("g") else None
+        return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
     return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
 
@@ -287,7 +311,7 @@ def table(result: Result) -> str:
     columns = ["forward ms", "fwd+bwd ms", *(["of the host"] if host else []), "nominal TFLOP/s", "of matmul"]
     columns.append("over its share")
     lines += ["", *shape_tables(result, (*columns, "x official", "x official, pruned"), cells, kept)]
-    return "\n".join([*lines, *error_lines(result, ("o", "dq", "dk", "dv", "dg"))]) + "\n"
+    return "\n".join([*lines, *error_lines(result, tuple(LIMITS))]) + "\n"
 
 
 def lengths(seconds: float, official: Path | None, timed: Collection[str]) -> list[dict[str, Any]]:
