@@ -50,10 +50,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def layer_of(case: tuple[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> Attention:
+def layer_of(case: tuple[str, dict[str, Any]], dtype: torch.dtype = torch.float32, seed: int = 0) -> Attention:
     """Rounded from float64, with nothing left at zero or one."""
     name, options = case
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     attn = build_attention(name, hidden_size=D, **{"impl": "triton", "num_heads": 2, **options}).double()
     with torch.no_grad():
         for parameter in attn.parameters():
@@ -150,12 +150,17 @@ def test_half_precision_has_no_more_error_than_the_parts() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_has_no_more_error_than_the_parts(case: str) -> None:
     name, options = CASES[case]
-    attn = layer_of((name, {**options, "head_dim": 64, "value_dim": 128, "expand": None}), torch.bfloat16)
-    (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+    sizes = (name, {**options, "head_dim": 64, "value_dim": 128, "expand": None})
+    found: list[list[Tensor]] = []
+    for seed in range(4):  # the outputs of one layer are too few to tell errors of roundings apart
+        attn = layer_of(sizes, torch.bfloat16, seed)
+        runs = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+        found.append([y for y, _ in runs])
+        for ours, theirs, state in zip(*(kept for _, kept in runs), strict=True):
+            if state.numel():
+                assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
+    y, parts, want = (torch.cat(one) for one in zip(*found, strict=True))
     assert relative_error(y, want) <= 2 * relative_error(parts, want)
-    for ours, theirs, state in zip(kept, others, states, strict=True):
-        if state.numel():
-            assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
 
 
 @pytest.mark.gpu

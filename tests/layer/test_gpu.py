@@ -46,12 +46,14 @@ def assert_within_budget(label, got, plain, expected):
 @pytest.mark.parametrize("name", list_variants())
 def test_layer_and_gradients(name, block):
     models = layers(name, block=block, acp=get(name).prunable)
-    x, grad = rows(2, 300), rows(2, 300)
+    draws = [(rows(2, 300), rows(2, 300)) for _ in range(3)]  # one says little of the gradients of two biases
 
     def run(attn):
-        dtype = attn.o_proj.weight.dtype
-        y = attn(x.to(dtype))
-        return [y, *torch.autograd.grad(y, list(attn.parameters()), grad.to(dtype))]
+        dtype, found = attn.o_proj.weight.dtype, []
+        for x, grad in draws:
+            y = attn(x.to(dtype))
+            found.append([y, *torch.autograd.grad(y, list(attn.parameters()), grad.to(dtype))])
+        return [torch.stack(same) for same in zip(*found, strict=True)]
 
     labels = ["output", *(label for label, _ in models[0].named_parameters())]
     for label, *values in zip(labels, *map(run, models), strict=True):
