@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -133,6 +134,48 @@ def test_where_none_of_the_few_fits_all_are_measured(
     assert [r.getMessage()[:97] for r in caplog.records] == [
         "flash-linear-attention's chunk_fwd_kernel_h: all its tiles are measured, as none of a few fits (o"
     ]
+
+
+@pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="before Triton 3.5")
+@pytest.mark.parametrize("found", [False, True])
+def test_tiles_are_compiled_at_the_same_time_before_they_are_measured(
+    found: bool, tuner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be compiled is left to the measurement; where a result is found, nothing is compiled."""
+    from triton.runtime import _async_compile
+
+    order: list[Any] = []
+    begun = threading.Barrier(3)
+    kernels: dict[Any, Any] = {}
+    made = types.SimpleNamespace()
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+    def compile_(stages: int) -> Any:
+        begun.wait(5)
+        if stages == 4:
+            raise RuntimeError("too many")
+        order.append(stages)
+        return made
+
+    def launch(x: int, *, grid: Any, warmup: bool, num_stages: int, **rest: Any) -> None:
+        assert (x, grid, warmup, rest["BK"]) == (7, (1,), True, 64)
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        kernels[num_stages] = mode.submit(
+            num_stages, functools.partial(compile_, num_stages), functools.partial(kernels.__setitem__, num_stages)
+        )
+
+    monkeypatch.setattr(tuner, "fn", types.SimpleNamespace(run=launch, device_caches={0: (kernels,)}))
+    look_up = lambda key, configs, measure: "found" if found else measure()  # noqa: E731
+    monkeypatch.setattr(tuner, "check_disk_cache", look_up)
+    three = configs(BK=(64,), warps=(4,))
+    run = lambda *args, **options: tuner.check_disk_cache("key", three, lambda: order.append("measured"))  # noqa: E731
+    monkeypatch.setattr(tuner, "run", run)
+    fla_tuning.shorten()
+    assert tuner.run(7, grid=(1,), warmup=False) == ("found" if found else None)
+    assert [*map(str, sorted(order, key=str))] == ([] if found else ["2", "3", "measured"])
+    assert order[-1:] == ([] if found else ["measured"])
+    assert kernels == ({} if found else {2: made, 3: made})
 
 
 def test_one_process_measures_and_the_others_wait(tuner: Any) -> None:

@@ -1,4 +1,5 @@
-"""Shorter tuning of flash-linear-attention's kernels: among few tiles, logged, by one process for all, cached on disk.
+"""Shorter tuning of flash-linear-attention's kernels: among few tiles, which are compiled at the same time, logged, by
+one process for all, cached on disk.
 
 Unchanged, the library measures up to 48 tiles for each of a dozen kernels and each new shape. That takes minutes, in
 every process that starts before the first has finished.
@@ -12,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,9 @@ def shorten() -> None:
         tuner.do_bench = _measure
         if _keeps():
             tuner.cache_results = True
-            tuner.check_disk_cache = functools.partial(_alone, name, tuner.check_disk_cache)
+            tuner.check_disk_cache = functools.partial(
+                _alone, name, functools.partial(_looked_up, tuner, tuner.check_disk_cache)
+            )  # fmt: skip
 
 
 def tuners() -> Iterator[tuple[str, Any]]:
@@ -104,6 +108,7 @@ def _run(name: str, tuner: Any, everything: list[Any], run: Callable[..., Any], 
     """Launch a kernel with the best of few tiles, or of all where none of the few fits the shared memory."""
     from triton.runtime.errors import OutOfResources
 
+    tuner.given = args, options
     try:
         return run(*args, **options)
     except OutOfResources as error:
@@ -140,6 +145,38 @@ def _alone(name: str, look_up: Callable[..., Any], *args: Any) -> Any:
     """Run ``look_up`` while no other process tunes the same kernel; processes that waited find its result."""
     with _lock(_folder() / f"attnzoo-{name}.lock"):
         return look_up(*args)
+
+
+def _looked_up(
+    tuner: Any, look_up: Callable[..., Any], key: Any, configs: Sequence[Any], measure: Callable[[], None]
+) -> Any:
+    """The tuner's own ``look_up``; where nothing is found, all tiles are compiled before they are measured."""
+
+    def compiled_first() -> None:
+        _compile(tuner, configs)
+        measure()
+
+    return look_up(key, configs, compiled_first)
+
+
+def _compile(tuner: Any, configs: Sequence[Any]) -> None:
+    """Compile a kernel with all tiles at the same time, where Triton can (from 3.5 on): it takes longer than to measure
+    them. What fails is compiled again, and its error seen, where it is measured."""
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or len(configs) < 2:
+        return
+    args, options = tuner.given
+    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool, mode(pool, ignore_errors=True):
+        for config in configs:
+            tuner.fn.run(*args, **{**options, **config.all_kwargs(), "warmup": True})
+    kernel = tuner.fn
+    while not hasattr(kernel, "device_caches"):
+        kernel = kernel.fn
+    for compiled, *_ in kernel.device_caches.values():
+        for key in [key for key, made in compiled.items() if vars(made).get("kernel", made) is None]:
+            del compiled[key]
 
 
 @contextlib.contextmanager
