@@ -323,9 +323,13 @@ def held_out_text(subject: TrainedModel, text: str | Path | None = None) -> Toke
 def _own_text(subject: TrainedModel) -> Tokens | Joined:
     if subject.config is None:
         raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
+    small = subject.folder is None and subject.checkpoint is not None
+    if small and not Path(subject.config.data.source).exists():
+        raise ValueError(f"text: expected a file, a folder or 'stdlib', for what {subject.title} held out is not here")
     data = build_data(subject.config.data)
-    if subject.folder is not None and subject.checkpoint is not None:
-        check_data(subject.folder, subject.config, read_progress(subject.checkpoint), data)
+    if subject.checkpoint is not None:
+        folder = subject.folder or subject.checkpoint.parents[1]
+        check_data(folder, subject.config, read_progress(subject.checkpoint), data)
     assert not isinstance(data.heldout, Examples)
     return data.heldout
 

@@ -52,6 +52,7 @@ TABLES = {  # by page and the words of their markers
     RESULTS.parent / "benchmarks" / "many_gpus.md": many_gpus.TABLES,
     RESULTS.parent / "how-to" / "convert.md": {"conversion": converted.table},
     RESULTS.parent / "how-to" / "train.md": {"small models": small.table},
+    RESULTS.parent / "how-to" / "prune.md": {"eps": small.eps_table},
     RESULTS.parent / "how-to" / "choose.md": {"choice": speeds.choice},
     RESULTS.parents[1] / "README.md": {"five speeds": speeds.five},
 }

@@ -7,12 +7,14 @@ them, on a CPU in some minutes. Those on held-out files are of the models' own t
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data" / "small.json"
 MODELS = ("mamba2-small", "fox-small", "gated_deltanet-small", "path_fox-small")
 TOKENS = 32768
+EPSILONS = (1e-8, 1e-6, math.exp(-10), 1e-3, 1e-2, 1e-1)
 
 
 def record() -> None:
@@ -21,7 +23,7 @@ def record() -> None:
 
     from attnzoo.data.windows import heldout_windows
     from attnzoo.evaluation import token_losses
-    from attnzoo.evaluation.pruning import measure_pruning
+    from attnzoo.evaluation.pruning import measure_pruning, sweep_eps
     from attnzoo.experiments.report.results import describe_machine
     from attnzoo.trained.model import held_out_text, load_trained
 
@@ -37,6 +39,9 @@ def record() -> None:
         if "fox" in name:
             pruned = measure_pruning(trained.model, windows[0, :T])
             found[name] |= {"pruned": pruned.share, "heads": pruned.heads}
+        if name == "fox-small":
+            rows = sweep_eps(trained.model, windows[:2, : T + 1], EPSILONS, repeats=1).rows
+            found[name]["eps"] = [{field: getattr(row, field) for field in ("eps", "change", "kept")} for row in rows]
         print(name, found[name], flush=True)
     DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -61,6 +66,14 @@ def table(_: Path) -> str:
         pruned = f"{100 * found['pruned']:.0f}%" if "pruned" in found else ""
         losses = " | ".join(f"{found[kind]:.3f}" for kind in ("held out", "loss", "beyond"))
         lines.append(f"| `{name}` | {losses} | {pruned} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def eps_table(_: Path) -> str:
+    """What pruning adds to the loss of FoX, and what it keeps, by eps."""
+    lines = ["| eps | loss added | blocks kept |", "|---|---|---|"]
+    for row in of("fox-small")["eps"][1:]:
+        lines.append(f"| {row['eps']:.2g} | {row['change']:.1e} | {100 * row['kept']:.1f}% |")
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from attnzoo.trained import exchange
 from attnzoo.trained import model as trained_model
 from attnzoo.trained.continuation import Continuation, load_text_model
 from attnzoo.training import load_run, read_metrics
+from attnzoo.training.checkpoint import CheckpointError
 from attnzoo.training.recipe import load_config
 
 SMALL = built_in("compare")["small"]
@@ -101,6 +102,18 @@ def test_a_small_model_is_found_by_its_name(made, monkeypatch):
     found = find_model("path_fox-small")
     assert found.model.config.layers()[0].name == "path_fox"
     assert found.folder is None  # so that no evaluation is written into the package
+
+
+def test_a_small_model_is_not_measured_on_another_text_than_the_one_it_held_out(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    model = trained_model.load_trained("mamba2-small")
+    with pytest.raises(ValueError, match="text: expected a file, a folder or 'stdlib', for what mamba2-small held out"):
+        trained_model.held_out_text(model)
+    (tmp_path / "small_text").mkdir()
+    for name in "ab":
+        (tmp_path / "small_text" / f"{name}.py").write_text(f"{name} = 1\n" * 5000)
+    with pytest.raises(CheckpointError, match="other data"):
+        trained_model.held_out_text(model)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_small_model(made, monkeypatch):
