@@ -49,6 +49,9 @@ SCALED = {"original_max_position_embeddings": 16, "factor": 4.0, "rope_theta": 1
 YARN = {"rope_type": "yarn", **SCALED}
 SHORT = {"rope_type": "longrope", **SCALED, "original_max_position_embeddings": 256, "short_factor": [1.0, 1.5, 2.0],
          "long_factor": [3.0] * 3}  # fmt: skip
+WINDOWS = {"sliding_window": 5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BEYOND = {"rope_type": "yarn", "original_max_position_embeddings": 16, "factor": 4.0, "attention_factor": 1.2}
+STRETCHED = {"rope_type": "linear", "factor": 8.0}
 LINEAR = "linear_attention"
 HYBRID = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "pad_token_id": 0, "eos_token_id": 1,
@@ -72,6 +75,16 @@ CASES |= {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2, biases, yarn": ("Olmo2", {"attention_bias": True, "rope_parameters": YARN}),
+    "olmo3": ("Olmo3", {**WINDOWS, "num_hidden_layers": 4, "rope_scaling": BEYOND}),
+    "olmo3, other layers": ("Olmo3", {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"]}),
+    "gemma3": (
+        "Gemma3Text", {**WINDOWS, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 30,
+                       "rope_theta": 900.0, "rope_local_base_freq": 30.0, "rope_scaling": STRETCHED},
+    ),
+    "gemma3, capped": (
+        "Gemma3Text", {**WINDOWS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"],
+                       "final_logit_softcapping": 3.0, "attention_bias": True},
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
     "smollm3, a list": ("SmolLM3", {"no_rope_layers": [0, 1], "pad_token_id": 0}),
     "olmo_hybrid": ("OlmoHybrid", {**HYBRID, "linear_num_value_heads": 4}),

@@ -45,10 +45,12 @@ def test_logits_are_the_peers(case, tokens):
         "mamba2",
         "phi3",
         "olmo2",
+        "olmo3",
         "smollm3",
         "qwen3_5",
         "olmo_hybrid",
         "gemma2",
+        "gemma3",
         "gpt2",
     ],
 )
@@ -72,11 +74,13 @@ FOLDERS = [
     "mamba2",
     "phi3",
     "olmo2",
+    "olmo3",
     "smollm3",
     "qwen3_5",
     "olmo_hybrid",
     "olmo_hybrid, still",
     "gemma2",
+    "gemma3",
     "gpt2",
 ]
 
@@ -118,17 +122,34 @@ def test_the_table_of_what_loads_has_every_kind(monkeypatch):
     assert set(BECOMES) == {*PEERS, *AROUND}
 
 
-def test_the_language_model_within_a_model_of_images_is_taken_alone(tokens, tmp_path, caplog):
-    if not hasattr(transformers, "Qwen3_5Config"):
+SEEING = {
+    "Qwen3_5": (
+        {name: value for name, value in NEXT.items() if name != "num_experts"},
+        {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}, {},
+    ),
+    "Gemma3": (
+        {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16,
+         "image_size": 8, "patch_size": 4},
+        {"mm_tokens_per_image": 4, "image_token_id": 69, "eos_token_id": 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_language_model_within_a_model_of_images_is_taken_alone(kind, tokens, tmp_path, caplog):
+    if not hasattr(transformers, f"{kind}Config"):
         pytest.skip("this transformers does not have it")
     torch.manual_seed(0)
-    text = {**SIZES, **{name: value for name, value in NEXT.items() if name != "num_experts"}, "eos_token_id": 3}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    text, vision, more = SEEING[kind]
+    text, tokens = {**SIZES, **text, "eos_token_id": 3}, tokens.clamp(max=68)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **more)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")
+    theirs = whole._from_config(config, attn_implementation="eager").eval()
     expected = theirs(input_ids=tokens).logits
     torch.testing.assert_close(from_peer(theirs)(tokens).logits, expected, rtol=1e-5, atol=1e-5)
-    assert "qwen3_5: its language model alone is taken, without what reads images" in caplog.messages
+    alone = "its language model alone is taken, without what reads images"
+    assert f"{theirs.config.model_type}: {alone}" in caplog.messages
     theirs.save_pretrained(tmp_path / "theirs")
     done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")])
     assert done.exit_code == 0, done.output
@@ -144,6 +165,39 @@ def test_a_step_without_bounds_is_read_from_a_file(kind, tokens, tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": kind}))
     assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+@pytest.mark.parametrize("case", ["olmo3", "gemma3"])
+def test_angles_of_each_kind_of_layers_are_read_from_fields_of_early_files(case):
+    theirs = peer(*CASES[case])
+    fields = theirs.config.to_dict()
+    given = {name: value for name, value in CASES[case][1].items() if name.startswith("rope_")}
+    flat = {name: value for name, value in fields.items() if name not in ("rope_parameters", "layer_types")} | given
+    ours = [build(peer_of(one), Weights.of_state(theirs.state_dict())) for one in (fields, flat)]
+    assert ours[0].config == ours[1].config
+    angles = [[block.attention.gate.angle for block in one.blocks] for one in ours]
+    assert all(torch.equal(*both) for both in zip(*angles, strict=True))
+    assert len({tuple(angle.tolist()) for angle in angles[0]}) == 2
+    if case == "gemma3":
+        named = {f"language_model.{name}": x for name, x in theirs.state_dict().items()} | {
+            "vision_tower.x": torch.zeros(1), "multi_modal_projector.x": torch.zeros(1),
+        }  # fmt: skip
+        outer = {"model_type": "gemma3", "text_config": fields, "tie_word_embeddings": True}
+        again = build(peer_of(outer), Weights.of_state(named))
+        assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours[0].state_dict().items())
+
+
+def test_sizes_that_files_of_gemma_3_leave_out_are_those_of_its_class():
+    """As the files of 4 billion parameters do."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    config = peer_of({"model_type": "gemma3", "text_config": text}).config
+    assert (config.vocab_size, config.num_heads, config.tie_embeddings) == (262208, 8, True)
+    assert (config.attention_options["head_dim"], config.attention_options["num_kv_heads"]) == (256, 4)
+    layers = [(layer.options["theta"], layer.options.get("window")) for layer in config.layers()]
+    assert layers == [(1e4, 1024) if (i + 1) % 6 else (1e6, None) for i in range(34)]
 
 
 @pytest.mark.parametrize("case", ["qwen3, windows", "qwen3_next, as published"])

@@ -22,6 +22,9 @@ def tokens():
     return torch.randint(1, 70, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
+OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_layers": 4}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -30,9 +33,18 @@ def tokens():
         ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
         ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
         ({"model_type": "gdn2"}, "'gdn2' is not supported: it erases by a gate per channel .*'rwkv7' load"),
-        ({"model_type": "olmo3"}, "its layers with windows turn by other angles than the rest; 'olmo2' loads"),
+        (OF_LAYERS | {"rope_theta": 10000.0}, "rope_theta: expected 500000.0 or a base for each kind .*, got 10000.0"),
+        (
+            OF_LAYERS | {"rope_parameters": {"rope_theta": 9.0}},
+            "rope_parameters: expected those of full_attention, sliding_attention, got {'rope_theta': 9.0}",
+        ),
+        (OF_LAYERS | {"sliding_window": None}, "sliding_window: expected a number beside layers of sliding_attention"),
+        (
+            OF_LAYERS | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "truncate": False}}},
+            r"rope_parameters.full_attention.truncate = False is not supported",
+        ),
         ({"model_type": "granite"}, "it scales what each layer adds, .*; 'llama' loads"),
-        ({"model_type": "gemma3"}, "'gemma3' is not supported: it reads images, .*; 'gemma2' loads"),
+        ({"model_type": "gemma3"}, "expected a value of 'hidden_size'"),
         (
             {
                 "model_type": "kimi_linear",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +34,11 @@ PEERS = {
     "qwen3": "rotary:qwen3",
     "phi3": "rotary:phi3",
     "olmo2": "rotary:olmo2",
+    "olmo3": "rotary:olmo3",
     "smollm3": "rotary:smollm3",
     "gemma": "rotary:gemma",
     "gemma2": "rotary:gemma2",
+    "gemma3_text": "rotary:gemma3",
     "gpt2": "gpt2:gpt2",
     "qwen3_next": "qwen3_next:qwen3_next",
     "qwen3_5_text": "qwen3_next:qwen3_next",
@@ -60,7 +63,11 @@ PEERS = {
     "wall_transformer": "fla:wall_transformer",
     "rwkv7": "rwkv7:rwkv7",
 }
-AROUND = {"qwen3_5": "qwen3_5_text"}  # models of text and images -> the kind of their language model
+# models of text and images -> the kind of their language model
+AROUND = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
+OF_IMAGES = tuple(
+    f"{outer}{part}." for part in ("visual", "vision_tower", "multi_modal_projector") for outer in ("", "model.")
+)
 EXPERTS = "its layers have experts, for which the decoder has no place"
 IMAGES = "it reads images, for which nothing here has a place"
 WITHOUT = {  # known kinds of models that have no mapping
@@ -71,10 +78,7 @@ WITHOUT = {  # known kinds of models that have no mapping
         "it erases by a gate per channel of the key, which no gate projection makes; 'gated_deltanet', 'kda' and "
         "'rwkv7' load",
     ),
-    "olmo3": "its layers with windows turn by other angles than the rest; 'olmo2' loads",
     "granite": "it scales what each layer adds, for which the decoder has no place; 'llama' loads",
-    "gemma3_text": "its layers with windows turn by another base, which one field here holds; 'gemma2' loads",
-    "gemma3": f"{IMAGES}; 'gemma2' loads",
     "qwen2_moe": f"{EXPERTS}; 'qwen2' loads",
     "qwen3_moe": f"{EXPERTS}; 'qwen3' loads",
     **dict.fromkeys(
@@ -183,7 +187,8 @@ def peer_of(fields: dict[str, Any]) -> Peer:
 
 def _of_text(name: str) -> str | None:
     """The language model's own name of a weight of a model of text and images; None for what reads images."""
-    return None if name.startswith("model.visual.") else name.replace("model.language_model.", "model.", 1)
+    name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)  # in the first files of Gemma 3
+    return None if name.startswith(OF_IMAGES) else name.replace("model.language_model.", "model.", 1)
 
 
 def language_model(fields: dict[str, Any]) -> dict[str, Any]:

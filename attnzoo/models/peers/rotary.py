@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import TRANSFORMERS, Layout, common_sizes, decoder, pattern
-from attnzoo.models.peers.scaling import rope_settings, rotation
+from attnzoo.models.peers.scaling import PeerRotation, rope_by_kind, rope_settings, rotation
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -22,6 +22,12 @@ BOTH = replace(
     CENTRED, attention_after="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
     mlp_after="post_feedforward_layernorm",
 )  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+EVERY = {"gemma2": 2, "olmo3": 4, "gemma3_text": 6}  # so many layers one has no window
+OLMO3_THETA = 500_000.0
+OF_GEMMA3 = {  # what published files leave to the class
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 GELU = ("gelu_pytorch_tanh", "gelu_new")  # one formula
 
 
@@ -50,6 +56,18 @@ def olmo2(settings: Settings) -> Peer:
     return _peer(settings, biases=settings.get("attention_bias", False), norm="rms_full", layout=BEHIND)
 
 
+def olmo3(settings: Settings) -> Peer:
+    """OLMo 3: OLMo 2 with windows in three of four layers, whose angles are never scaled."""
+    if settings.says("rope_theta") and settings.raw("rope_theta") not in (None, OLMO3_THETA):
+        raise ValueError(
+            f"config.json: rope_theta: expected {OLMO3_THETA} or a base for each kind of layers in rope_parameters "
+            f"(transformers takes this one for full attention alone), got {settings.raw('rope_theta')!r}"
+        )
+    bases = dict.fromkeys((FULL, SLIDING), ("rope_theta", OLMO3_THETA))
+    biases = settings.get("attention_bias", False)
+    return _peer(settings, biases=biases, norm="rms_full", layout=BEHIND, bases=bases)
+
+
 def smollm3(settings: Settings) -> Peer:
     """SmolLM3: Llama of which every fourth layer has no rotation."""
     settings.only("use_sliding_window", False)
@@ -63,25 +81,35 @@ def gemma(settings: Settings) -> Peer:
     return _gemma(settings, CENTRED, {})
 
 
+def gemma3(settings: Settings) -> Peer:
+    """Gemma 3 without images: norms on each head of q and k, and windows, of angles of their own, in most layers."""
+    settings.only("hidden_activation", *GELU)
+    settings = settings.beside({name: value for name, value in OF_GEMMA3.items() if name not in settings})
+    settings.only("attn_logit_softcapping", None)  # its class in transformers has the field and does not cap
+    settings.read.add("hidden_act")
+    scale = settings.get("query_pre_attn_scalar", 256) ** -0.5
+    bases = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+    return _gemma(settings, BOTH, {"scale": scale}, norm="rms", bases=bases)
+
+
 def gemma2(settings: Settings) -> Peer:
     """Gemma 2: also norms behind attention and MLP, windows in every second layer, and softcaps."""
     settings.only("hidden_activation", *GELU)
     settings.read.update(("hidden_act", "sliding_window_size"))  # in its files, and read by nothing
     scale = settings.get("query_pre_attn_scalar", 256) ** -0.5
     cap = settings.optional("attn_logit_softcapping", "float") if settings.says("attn_logit_softcapping") else 50.0
-    return _gemma(settings, BOTH, {"scale": scale, "softcap": cap})
+    last = settings.optional("final_logit_softcapping", "float") if settings.says("final_logit_softcapping") else 30.0
+    return _gemma(settings.beside({"final_logit_softcapping": last}), BOTH, {"scale": scale, "softcap": cap})
 
 
-def _gemma(settings: Settings, layout: Layout, options: dict[str, Any]) -> Peer:
+def _gemma(settings: Settings, layout: Layout, options: dict[str, Any], **more: Any) -> Peer:
     settings.only("use_bidirectional_attention", False)
     last = settings.optional("final_logit_softcapping", "float")
-    if layout is BOTH and not settings.says("final_logit_softcapping"):
-        last = 30.0
     model = {
         "mlp_activation": "gelu_tanh", "embedding_scale": settings["hidden_size"] ** 0.5, "logit_softcap": last,
     }  # fmt: skip
     biases = settings.get("attention_bias", False)
-    return _peer(settings, biases=biases, tied=True, layout=layout, options=options, model=model)
+    return _peer(settings, biases=biases, tied=True, layout=layout, options=options, model=model, **more)
 
 
 def _peer(
@@ -93,8 +121,20 @@ def _peer(
     layout: Layout = TRANSFORMERS,
     options: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
+    bases: Mapping[str, tuple[str, float]] | None = None,
 ) -> Peer:
-    """The mapping shared by all; `options` are further ones of the layers, and `model` of the model."""
+    """The mapping shared by all.
+
+    Args:
+        settings: the peer's.
+        biases: whether q, k and v have them.
+        norm: of q and k.
+        tied: whether the head is the embedding where the settings do not say.
+        layout: the peer's names.
+        options: further ones of the layers.
+        model: further fields of the model.
+        bases: for each kind of layers, where these have angles of their own, the field and the default of their base.
+    """
     kind, decoders = settings.raw("model_type"), dict(model or {})
     settings.only("use_mrope", False)
     if "mlp_activation" not in decoders:
@@ -110,17 +150,20 @@ def _peer(
     layers = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer, **(options or {})}
     if norm != "none":
         layers |= {"qk_norm": norm, "qk_norm_shared": norm == "rms", "qk_norm_eps": eps}
+    windows, turned, scale = _windows(settings, L), _rotated_layers(settings, L), layers.pop("scale", None)
+    read = dict.fromkeys((FULL, SLIDING), settings) if bases is None else rope_by_kind(settings, bases)
     if kind != "phi3":
-        rope_settings(settings).only("partial_rotary_factor", 1.0)
-    turn = rotation(settings, K, scale=layers.pop("scale", None))
-    windows, turned = _windows(settings, L), _rotated_layers(settings, L)
+        for one in read.values():
+            rope_settings(one).only("partial_rotary_factor", 1.0)
+    rotations = {name: rotation(one, K, scale=scale) for name, one in read.items()}
+    turns = [rotations[FULL if window is None else SLIDING] for window in windows]
     decoders["norm"] = "after" if layout is BEHIND else "before" if layout.attention_after is None else "both"
     entries: list[dict[str, Any]] = [
         {
             "name": "rope" if rotated else "nope",
             "options": (turn.options if rotated else {}) | ({} if window is None else {"window": window}),
         }
-        for rotated, window in zip(turned, windows, strict=True)
+        for turn, rotated, window in zip(turns, turned, windows, strict=True)
     ]  # fmt: skip
     config = ModelConfig(
         attention=pattern(entries), attention_options=layers, num_heads=H,
@@ -130,25 +173,23 @@ def _peer(
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
         fused = take("qkv_proj.weight").split([H * K, G * K, G * K]) if kind == "phi3" else None
         for number, (name, heads) in enumerate((("q", H), ("k", G), ("v", G))):
-            turns = turned[index] and name != "v"
+            turn = turns[index] if turned[index] and name != "v" else None
 
-            def placed(x: Tensor, count: int = heads, name: str = name, turns: bool = turns) -> Tensor:
-                return x if not turns else turn.queries(x, count) if name == "q" else turn.keys(x, count)
+            def placed(x: Tensor, count: int = heads, name: str = name, turn: PeerRotation | None = turn) -> Tensor:
+                return x if turn is None else turn.queries(x, count) if name == "q" else turn.keys(x, count)
 
             yield f"{name}_proj.weight", placed(fused[number] if fused else take(f"{name}_proj.weight"))
             if biases:
                 yield f"{name}_proj.bias", placed(take(f"{name}_proj.bias"))
             if norm != "none" and name != "v":
-                scale = take(f"{name}_norm.weight")
-                yield (
-                    f"{name}_norm.weight",
-                    placed(scale, 1) if norm == "rms" else placed(scale).unflatten(0, (heads, K)),
-                )
+                scale = take(f"{name}_norm.weight") + (1 if layout.centred else 0)
+                scale = placed(scale, 1) if norm == "rms" else placed(scale).unflatten(0, (heads, K))
+                yield f"{name}_norm.weight", scale
         yield "o_proj.weight", take("o_proj.weight")
         if outer:
             yield "o_proj.bias", take("o_proj.bias")
         if turned[index]:
-            yield "gate.angle", turn.angle.clone()
+            yield "gate.angle", turns[index].angle.clone()
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
         for name in theirs.names:
@@ -157,7 +198,8 @@ def _peer(
         return decoder(theirs, layout, L, attention, config.tie_embeddings)
 
     rounded = (f"{kind}: norms scale by 1 + w, rounded here to the dtype of the weights",) if layout.centred else ()
-    return Peer(config, weights, (*rounded, *turn.notes))
+    notes = dict.fromkeys(note for turn in rotations.values() for note in turn.notes)
+    return Peer(config, weights, (*rounded, *notes))
 
 
 def _rotated_layers(settings: Settings, layers: int) -> list[bool]:
@@ -193,25 +235,27 @@ def _windows(settings: Settings, layers: int) -> list[int | None]:
     window = settings.optional("sliding_window", "int") if settings.says("sliding_window") else 4096
     if model == "phi3":
         window = settings.optional("sliding_window", "int")
-    if model == "gemma2":
-        default, alike = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)], True
-        if window is None and "sliding_attention" in (named or default):
+    if model in EVERY:  # transformers' own default of Gemma 3 is a field of its files
+        settings.read.add("_sliding_window_pattern")
+        every = settings.get("sliding_window_pattern", EVERY[model]) if model == "gemma3_text" else EVERY[model]
+        default, alike = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)], True
+        if window is None and SLIDING in (named or default):
             raise ValueError(
                 "config.json: sliding_window: expected a number beside layers of sliding_attention, got none"
             )
     elif model in ("llama", "mistral", "phi3", "olmo2", "smollm3", "gemma"):
         window = window if model in ("mistral", "phi3") else None
-        default = ["sliding_attention" if window else "full_attention"] * layers
+        default = [SLIDING if window else FULL] * layers
         alike = named in (None, default)  # transformers does not read the layer types of these models
     else:
         window = window if settings.get("use_sliding_window", False) else None
         first = settings.get("max_window_layers", 28, least=0)  # used where `layer_types` is missing
-        default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-        alike = window is not None or "sliding_attention" not in (named or [])
+        default = [SLIDING if window and i >= first else FULL for i in range(layers)]
+        alike = window is not None or SLIDING not in (named or [])
     if not alike:
         raise ValueError(f"config.json: layer_types = {named} is not supported beside sliding_window = {window}")
     kinds = named or default
     for kind in kinds:
-        if kind not in ("sliding_attention", "full_attention"):
+        if kind not in (SLIDING, FULL):
             raise ValueError(f"config.json: layer_types has {kind!r}, which is not supported")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == SLIDING else None for kind in kinds]

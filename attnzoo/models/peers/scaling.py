@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +199,31 @@ def rope_settings(settings: Settings, partial: float = 1.0) -> Settings:
     if "max_position_embeddings" in settings:
         found.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
     return Settings({"partial_rotary_factor": partial, **found}, rope.place)
+
+
+def rope_by_kind(settings: Settings, bases: Mapping[str, tuple[str, float]]) -> dict[str, Settings]:
+    """The model's settings as each kind of layers reads them, where each has angles of its own.
+
+    As in transformers (5.23, Olmo3Config and Gemma3TextConfig) `rope_scaling` is that of layers without windows.
+
+    Args:
+        settings: of the model.
+        bases: for each kind, the one without windows first, the field and the default of its base.
+
+    Raises:
+        ValueError: `rope_parameters` that are not given for each kind.
+    """
+    given, found = settings.within("rope_parameters"), {}
+    if any(not isinstance(value, dict | None) for value in given.fields.values()):
+        raise ValueError(f"config.json: rope_parameters: expected those of {', '.join(bases)}, got {given.fields!r}")
+    scaling = settings.within("rope_scaling").fields
+    for kind, (field, default) in bases.items():
+        own = {**given.within(kind).fields, **scaling}
+        scaling = {}  # not of the other kinds
+        own.setdefault("rope_theta", settings.get(field, default))
+        Settings(own, f"{given.place}{kind}.").only("truncate", True)  # transformers does not read it here
+        found[kind] = settings.beside({"rope_parameters": own, "rope_scaling": None, "rope_theta": None})
+    return found
 
 
 def rope_notes(settings: Settings) -> tuple[str, ...]:
