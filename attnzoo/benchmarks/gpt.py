@@ -199,6 +199,7 @@ def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: s
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    fla_kernels.taken()
     start = time.perf_counter()
     float(step())
     first = time.perf_counter() - start
@@ -220,6 +221,7 @@ def times(contender: TimedGPT, sizes: GPTSizes, mode: str, steps: int, device: s
         "tokens_per_second": round(1e3 * sizes.batch * sizes.context / ms),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
         "loss": round(last, 3),
+        **({"fla": others} if (others := fla_kernels.taken()) else {}),
     }
 
 
@@ -342,7 +344,8 @@ def table(result: Result) -> str:
         columns += [f"{mode}: tokens/s", "of SDPA's", "first step s", "GiB"]
     cells = []
     for name in dict.fromkeys(name for name, _ in rows):
-        line = [name]
+        others = {row["fla"]: 0 for (one, _), row in rows.items() if one == name and "fla" in row}
+        line = [f"{name} ({', '.join(others)})" if others else name]
         for mode in modes:
             row, plain = rows.get((name, mode)), rows.get((PLAIN, mode))
             if row is None:

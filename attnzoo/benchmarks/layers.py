@@ -33,6 +33,7 @@ from attnzoo.benchmarks.measure import (
     save,
 )
 from attnzoo.benchmarks.train import trained_biases
+from attnzoo.forms.backends import fla_kernels
 from attnzoo.layer.attention import Attention
 from attnzoo.registry import get, pairs
 
@@ -118,8 +119,10 @@ def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
 def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
+    fla_kernels.taken()
     found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)
-    return {**found, "form": str(layer.picked).split()[0]}
+    others = fla_kernels.taken()
+    return {**found, "form": str(layer.picked).split()[0] + (f" ({others})" if others else "")}
 
 
 def table(result: Result) -> str:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +155,9 @@ def test_rows_of_the_peer_say_whose_kernels_ran(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, name, module)
     found = {one.name: one for one in fox.contenders(None)[0]}
     x = attention.Inputs(*torch.randn(4, 1, 20, 2, 16).unbind(), -torch.rand(1, 20, 2))
+    registries = [SimpleNamespace(_logged=noted) for noted in ({"attn:fwd:tilelang", "attn:bwd:flash_qla:fail"}, set())]
+    modules["fla.backends"]._operation_registries = dict(enumerate(registries))  # type: ignore[attr-defined]
+    assert (fla_kernels.taken(), fla_kernels.taken()) == ("tilelang", "")
     for name in ("FLA", "FLA, TileLang", "FLA"):
         found[name].attend(x)
     assert ran == ["0", "1", "0"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 
 # Each with the environment variable that switches it off with "0" and on with "1".
 SWITCHES = {"tilelang": "FLA_TILELANG", "flash_qla": "FLA_FLASH_QLA", "flash_kda": "FLA_FLASH_KDA"}
@@ -20,6 +21,17 @@ def described(version: str) -> str:
     found = [f"{name} ({SWITCHES[name]}=0: off)" if os.environ.get(SWITCHES[name]) == "0"
              else f"{name} ({SWITCHES[name]}=0 switches it off)" for name in installed()]  # fmt: skip
     return f"{version} with {', '.join(found)}" if version and found else version
+
+
+def taken() -> str:
+    """The packages whose kernels flash-linear-attention's calls took since this was asked last; "" for Triton's own."""
+    backends = sys.modules.get("fla.backends")
+    found: set[str] = set()
+    for name in ("_operation_registries", "_function_registries"):
+        for registry in getattr(backends, name, {}).values():  # each notes the first call of a kind
+            found |= {noted.rpartition(":")[2] for noted in registry._logged if not noted.endswith(":fail")}
+            registry._logged.clear()
+    return ", ".join(sorted(found))
 
 
 def require_tilelang() -> dict[str, str]:
