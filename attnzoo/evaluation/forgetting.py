@@ -185,8 +185,10 @@ class Limited(nn.Module):
         self.late: list[float] = []
         self.last: Tensor | None = None
 
-    def run(self, forms: FormSet, teacher: Any, call: Call, policy: Any = None) -> tuple[Tensor, None]:
-        """The layer's core, as :meth:`attnzoo.forgetting.network.ForgetNetwork.run`."""
+    def run(
+        self, forms: FormSet, teacher: Any, call: Call, policy: Any = None, fused: bool = False
+    ) -> tuple[Tensor, None]:
+        """The layer's core, as :meth:`attnzoo.forgetting.network.ForgetNetwork.run`, without kernels."""
         given = call.options
         assert isinstance(forms, SoftmaxForms)
         panels = Logits(forms, call.q, call.k, call.gate, SoftmaxOptions(**given))
