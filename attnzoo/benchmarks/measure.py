@@ -241,7 +241,8 @@ def headline(result: Result) -> str:
 
 
 def error_lines(result: Result, names: Sequence[str]) -> list[str]:
-    """The lines of a table that show the errors of outputs and gradients ``names``."""
+    """The lines of a table that show the errors of those of the outputs and gradients ``names`` that have any."""
+    names = [name for name in names if any(name in each for each in result["errors"])]
     cells = ([e.get(n, "-") for n in ("name", "K", *names)] for e in result["errors"])
     return [
         "### Errors against float64 on the same bf16 inputs, T = 2048",
