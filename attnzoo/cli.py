@@ -69,7 +69,7 @@ def list_pairs(presets: bool) -> None:
     """
     if presets:
         return _list_presets()
-    from attnzoo.algebra.gate import PARTS, groups
+    from attnzoo.algebra.parts import PARTS, groups
     from attnzoo.equations import in_ascii
     from attnzoo.pair import product_of
     from attnzoo.registry import broken_plugins, get, list_variants, pairs

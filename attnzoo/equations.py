@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.pair import Pair
 from attnzoo.registry import OBLIQUE, PAIRS, PRODUCTS, get, pairs
 from attnzoo.variant import Variant

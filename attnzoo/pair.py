@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attnzoo.algebra.gate import PARTS, factors_in, groups, in_product
+from attnzoo.algebra.parts import PARTS, factors_in, groups, in_product
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import unknown
 

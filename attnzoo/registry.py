@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from attnzoo.algebra.gate import GatePart, declare, groups, undeclare
+from attnzoo.algebra.gate import declare, undeclare
+from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, unknown
@@ -141,7 +142,7 @@ def register_part(name: str, part: GatePart, factor: Transition | None = None) -
         factor: the transition of that factor, from which pairs with the part are made that name no transition.
 
     Raises:
-        TypeError: not a :class:`~attnzoo.algebra.gate.GatePart`, or a factor that is no transition.
+        TypeError: not a :class:`~attnzoo.algebra.parts.GatePart`, or a factor that is no transition.
         ValueError: a name that is taken or no identifier, a factor that does not read the part, or a part that has one
             and says no matrix.
     """

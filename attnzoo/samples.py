@@ -7,7 +7,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Draws, Gate, GatePart, Regime
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS, Draws, GatePart, Regime
 from attnzoo.errors import unknown
 from attnzoo.registry import get
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import unknown

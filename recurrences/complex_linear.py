@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 from attnzoo.forms.backends.chunks import chunk_kernel, decay_chunks
 from attnzoo.forms.backends.fla import Operation, Prepared, fla_kernel, scalar_decay

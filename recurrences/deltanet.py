@@ -15,7 +15,7 @@ from typing import cast
 
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import RankOne, in_order, rank_one_block
 from attnzoo.forms.backends.fla import FLA_DELTA_RULE

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from attnzoo.algebra.diagonal import Diagonal
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.transitions import Identity, Product, Transition
 from attnzoo.forms.backends.chunks import SCALAR_DECAY
 from attnzoo.forms.backends.fla import (

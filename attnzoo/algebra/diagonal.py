@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.sums import power_of_2
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums, with_own_scores
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import CLOSED, PARTS, Gate, GateParts, in_product, is_closed
+from attnzoo.algebra.gate import CLOSED, Gate, GateParts, is_closed
+from attnzoo.algebra.parts import PARTS, in_product
 from attnzoo.algebra.sums import power_of_2, running_sum
 from attnzoo.algebra.values import readable
 

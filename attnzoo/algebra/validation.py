@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.values import reads_values
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.transitions import heads_first, scaled_queries

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS
 
 
 def sub_tokens(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Gate]:

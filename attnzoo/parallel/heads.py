@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate, expand_heads
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.parts import PARTS
 from attnzoo.parallel.collectives import exchange
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows

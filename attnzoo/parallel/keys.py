@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.fragments import carried, joined, times
-from attnzoo.algebra.gate import PARTS, expand_heads
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.readout import Readout, Scores
 from attnzoo.algebra.transitions import HeadGate
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.forms.protocol import REFERENCE

@@ -14,7 +14,7 @@ from style import Theme
 from trained import ROOT
 
 from attnzoo import get, pairs
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 
 # where each pair stands, by its linear side: x in columns, y in rows from the bottom
 PLACES = {

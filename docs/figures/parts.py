@@ -10,10 +10,10 @@ from matplotlib.patches import FancyBboxPatch
 from style import Theme
 
 from attnzoo import Pair, pairs
-from attnzoo.algebra import gate
+from attnzoo.algebra import parts as declared
 
 # the symbol of what is 0 without a part, and the gate's fields that the part is made of
-PARTS = {gate.PARTS[group[-1]].tex: group for group in gate.groups()}
+PARTS = {declared.PARTS[group[-1]].tex: group for group in declared.groups()}
 HEIGHT, GAP = 0.46, 0.66  # of a pair in a box, between rows
 Set = tuple[str, ...]
 

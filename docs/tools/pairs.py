@@ -8,7 +8,7 @@ import posixpath
 from itertools import combinations
 
 from attnzoo import Pair, describe, pairs
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import page_of
 from attnzoo.registry import PAIRS
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra import validation
-from attnzoo.algebra.gate import PARTS, GateParts
+from attnzoo.algebra.gate import GateParts
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.validation import check_dense
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.options import AttentionOptions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.algebra.values import counted, reads_values, records
 from attnzoo.kernels.common.arguments import check_tensors

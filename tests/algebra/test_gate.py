@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thinning import given_variant
 
 from attnzoo import Gate, get, list_variants
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.transitions import HeadGate
 from attnzoo.samples import random_inputs
 from attnzoo.testing import CPU_FORMS, cases
@@ -21,7 +21,7 @@ B, T, H, G, K = 2, 5, 4, 2, 6
 
 
 def everything() -> tuple[torch.Tensor, Gate]:
-    """q and a gate with all parts."""
+    """q and a gate with all parts but u, which takes the place of a w."""
     q = torch.randn(B, T, H, K, dtype=torch.float64)
     return q, Gate(
         log_decay=-torch.rand(B, T, H, dtype=torch.float64),
@@ -140,7 +140,8 @@ def test_all_parts_together_never_expand() -> None:
 
 def test_parts_names_what_is_given_in_order() -> None:
     assert Gate().parts == ()
-    assert everything()[1].parts == tuple(PARTS)
+    gate = everything()[1]
+    assert replace(gate, u=gate.w).parts == tuple(PARTS)
 
 
 @pytest.mark.parametrize("name", list_variants())
@@ -182,6 +183,7 @@ def test_heads_first_gate_cuts_along_time() -> None:
 def test_declared_parts_are_the_fields_of_a_gate() -> None:
     assert tuple(PARTS) == tuple(f.name for f in fields(Gate))
     _, gate = everything()
+    gate = replace(gate, u=gate.w)
     for name, part in PARTS.items():
         assert getattr(gate, name).ndim == part.ndim
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo import Gate, Pair, Prune, get, register, register_part
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, Draws, GatePart
+from attnzoo.algebra.parts import PARTS, Draws, GatePart
 from attnzoo.algebra.transitions import HeadGate, Transition
 from attnzoo.forgetting.cache import Network, Policy
 from attnzoo.forgetting.rules import Forgetting
@@ -132,7 +132,7 @@ def test_every_part_of_the_product_has_one_factor() -> None:
 
 
 LISTS = {  # where names of several parts stand together, and why
-    "algebra.gate": "the declaration",
+    "algebra.parts": "the declaration",
     "registry": "the table of pairs",
     "evaluation.pruning": "what the kernels' counts of blocks read",
     "forms.backends.recurrent": "what a kernel reads",

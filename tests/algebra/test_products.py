@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import Gate, Pair, Prune, build_attention, get, oracle, register
 from attnzoo.algebra.diagonal import Diagonal
-from attnzoo.algebra.gate import PARTS, Draws
+from attnzoo.algebra.parts import PARTS, Draws
 from attnzoo.algebra.transitions import HeadGate, Identity, Product, Transition, heads_first
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms

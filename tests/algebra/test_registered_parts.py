@@ -14,7 +14,7 @@ from torch import Tensor
 from two_vectors import two_vectors
 
 from attnzoo import Gate, Pair, Prune, build_attention, describe, get, oracle, register, register_part
-from attnzoo.algebra.gate import PARTS, GatePart
+from attnzoo.algebra.parts import PARTS, GatePart
 from attnzoo.algebra.transitions import HeadGate, Transition
 from attnzoo.cli import app
 from attnzoo.layer.gates import GateProjection
@@ -175,7 +175,7 @@ def test_a_layer_of_the_part_generates_as_it_trains() -> None:
     [
         ("w", U, {}, "name: expected a new name that a keyword may have, got 'w'"),
         ("slice", U, {}, "name: expected a new name that a keyword may have, got 'slice'"),
-        ("new", "U", {}, "part: expected attnzoo.algebra.gate.GatePart, got str"),
+        ("new", "U", {}, "part: expected attnzoo.algebra.parts.GatePart, got str"),
         ("new", U, {"factor": Oblique()}, "factor: expected one whose parts have 'new', got w, beta, u"),
         ("new", U, {"factor": "x"}, "factor: expected an object of a class Transition, got 'x'"),
     ],

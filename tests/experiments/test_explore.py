@@ -16,7 +16,7 @@ from command_line import assert_refused
 from html_pages import assert_whole
 
 from attnzoo import get, list_variants, registry
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.data.tasks import build_task
 from attnzoo.experiments.explore import measures
 from attnzoo.experiments.explore.probe import LENGTH, LONGER, StateProbe

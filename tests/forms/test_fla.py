@@ -15,7 +15,7 @@ from peer_kernels import HERE, interpret
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants, oracle
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.forms.backends import fla
 from attnzoo.forms.backends.fla import fla_unavailable
 from attnzoo.forms.caches.state import RecurrentState

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo import Gate, Pair, Prune, Variant, get, oracle, pair_for
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.recurrences.complex_linear import phases, rotate
 from attnzoo.samples import random_inputs

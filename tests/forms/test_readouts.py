@@ -25,7 +25,8 @@ from attnzoo import (
     register_readout,
 )
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import GatePart, expand_heads
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.parts import GatePart
 from attnzoo.errors import UnavailableError
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.forms.protocol import Call

@@ -13,7 +13,7 @@ import pytest
 
 import attnzoo
 from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, pairs, register
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import equations_of
 from attnzoo.registry import BUILT_IN, PAIRS, PRODUCTS, _get, unregister
 

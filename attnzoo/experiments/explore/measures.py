@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra import oracle
-from attnzoo.algebra.gate import PARTS, Gate, Regime
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.parts import PARTS, Regime
 from attnzoo.evaluation import Array
 from attnzoo.forms.protocol import Call
 from attnzoo.pair import Pair

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import equations_text
 from attnzoo.evaluation import Array, moving_mean
 from attnzoo.experiments import figures

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import has_values, reads_values
 from attnzoo.layer.cache import AllOrNone
