@@ -16,6 +16,8 @@ from attnzoo import build_attention
 from attnzoo.kernels import convolution, linear, norms
 from attnzoo.layer import attention, modules
 from attnzoo.layer.modules import HeadNorm
+from attnzoo.models.generation.fused import fuse
+from attnzoo.precision import GateAffine
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 D, T = 32, 21
@@ -134,6 +136,26 @@ def test_thin_maps_of_a_pro_block_are_one_product(
         hook.remove()
         assert len(seen) == 1
     assert set(made[1:]) <= {()}
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["fox, pro", "path_fox, pro", "path_fox", "gated_deltanet"])
+def test_maps_that_were_exchanged_are_called_with_x_alone(name: str, impl: str, called: Counter[str]) -> None:
+    """By linear layers, as adapters are put in, and by those that generation stacks."""
+    attn, plain = pair(name)
+    attn.impl = impl
+    with torch.no_grad():
+        expected = plain(rows())
+        [stacked], made = fuse([attn], lambda: attn(rows()))
+        assert made
+        assert error(stacked(rows()), expected) < 1e-5
+        for part in [module for module in attn.modules() if not isinstance(module, GateAffine)]:
+            for place, one in [*part.named_children()]:
+                if type(one) is GateAffine:
+                    other = nn.Linear(one.in_features, one.out_features, one.bias is not None)
+                    other.weight, other.bias = one.weight, one.bias
+                    setattr(part, place, other)
+        assert error(attn(rows()), expected) < 1e-5
 
 
 def test_the_choice_of_a_layer_reaches_its_parts() -> None:

@@ -102,7 +102,7 @@ class ForgetGate(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         known = stream.products.get("forget") if type(self) is ForgetGate else None
-        g = F.logsigmoid(wide(self.forget_proj(x, known)))
+        g = F.logsigmoid(wide(self.forget_proj(x) if known is None else self.forget_proj(x, known)))
         return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
 
 
