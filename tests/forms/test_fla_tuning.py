@@ -176,6 +176,9 @@ def test_tiles_are_compiled_at_the_same_time_before_they_are_measured(
     assert [*map(str, sorted(order, key=str))] == ([] if found else ["2", "3", "measured"])
     assert order[-1:] == ([] if found else ["measured"])
     assert kernels == ({} if found else {2: made, 3: made})
+    monkeypatch.setattr(tuner, "fn", types.SimpleNamespace(device_caches={}))  # a Triton that does it in another way
+    assert tuner.run(7, grid=(1,), warmup=False) == ("found" if found else None)
+    assert order[-2:] == ([] if found else ["measured"] * 2)
 
 
 def test_one_process_measures_and_the_others_wait(tuner: Any) -> None:
