@@ -109,9 +109,10 @@ def _aligned(
     with torch.no_grad(), _calls(teacher, layers) as seen:
         teacher.hidden(input_ids, **packed)  # type: ignore[arg-type]
     errors = []
-    for number, (given, aim) in seen.items():
+    for number, (given, first, aim) in seen.items():
         layer, wide = student.attentions()[number], torch.promote_types(aim.dtype, torch.float32)
-        out = recomputed(layer, given, **packed) if student.recompute else layer(given, **packed)
+        more: dict[str, Any] = {**packed, **({} if layer.value_residual is None else {"first": first})}
+        out = recomputed(layer, given, **more) if student.recompute else layer(given, **more)
         size = aim.to(wide).square().sum(-1).clamp(min=torch.finfo(wide).tiny)
         errors.append((out.to(wide) - aim.to(wide)).square().sum(-1) / size)
     counted = targets != IGNORED
@@ -119,14 +120,15 @@ def _aligned(
 
 
 @contextmanager
-def _calls(model: LanguageModel, layers: Collection[int]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """The input and output of each of these attention layers, in a dict that a forward pass fills."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+def _calls(model: LanguageModel, layers: Collection[int]) -> Iterator[dict[int, tuple[Tensor, Any, Tensor]]]:
+    """The input, the first layer's values where layers share them, and the output of each of these attention layers, in
+    a dict that a forward pass fills."""
+    seen: dict[int, tuple[Tensor, Any, Tensor]] = {}
 
     def noting(number: int) -> Any:
-        return lambda _, args, output: seen.__setitem__(number, (args[0], output))
+        return lambda _, args, given, output: seen.__setitem__(number, (args[0], given.get("first"), output))
 
-    hooks = [model.attentions()[number].register_forward_hook(noting(number)) for number in layers]
+    hooks = [model.attentions()[number].register_forward_hook(noting(number), with_kwargs=True) for number in layers]
     try:
         yield seen
     finally:

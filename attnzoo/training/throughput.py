@@ -149,7 +149,7 @@ def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iter
 
     def note(number: int) -> Any:
         def measure(layer: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], _: Tensor) -> None:
-            shares[number] = _share(cast(Attention, layer), args[0], options.get("cu_seqlens"))
+            shares[number] = _share(cast(Attention, layer), args[0], options.get("cu_seqlens"), options.get("first"))
 
         return measure
 
@@ -161,7 +161,7 @@ def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iter
             hook.remove()
 
 
-def _share(layer: Attention, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    core = layer.project(x, cu_seqlens)
+def _share(layer: Attention, x: Tensor, cu_seqlens: Tensor | None, first: list[Tensor] | None) -> Tensor:
+    core = layer.project(x, cu_seqlens, first)
     pruned, whole = (heads_kept(layer, core, prune, cu_seqlens) for prune in (layer.prune, None))
     return pruned.sum() / whole.sum()

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny_runs import StoppedError, config_of, numbers, outcome, stop_at, write_text
 
+from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError
-from attnzoo.training.teacher import learn_from
+from attnzoo.training.teacher import _aligned, learn_from
 
 DEEP = ("model.num_layers=2", "model.attention=rope")
 TO_FOX = ("model.num_layers=2", "model.attention=[rope,fox]")
@@ -67,6 +68,22 @@ def test_losses_are_those_of_their_definitions(folder):
             each = (a - b).square().sum(-1) / b.square().sum(-1)
         torch.testing.assert_close(found, each[counted].mean())
         assert student.eval()(tokens, targets=targets).loss > 1  # of the text
+
+
+def test_layers_that_share_the_first_ones_values_are_aligned_on_the_teachers():
+    torch.manual_seed(3)
+    later = {"name": "gla", "options": {"value_residual": 3, "head_dim": 8}}
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    teacher, student = (
+        LanguageModel(ModelConfig([first, later], **sizes)) for first, later in (("fox", later), ("rope", later))
+    )
+    student.blocks[1].load_state_dict(teacher.blocks[1].state_dict())
+    tokens = torch.randint(256, (2, 9))
+    errors = {}
+    for names in ([0], [0, 1]):
+        with torch.no_grad():
+            errors[len(names)] = float(_aligned(names, teacher, student, tokens, tokens))
+    assert errors[2] == pytest.approx(errors[1] / 2)  # the second layer is the teacher's, of the teacher's values
 
 
 def test_a_teacher_of_the_same_weights_teaches_nothing(folder):
