@@ -152,9 +152,7 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 @budget_option
 @kv_dtype_option
 @click.option("--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none.")
-@click.option(
-    "--draft-tokens", type=click.IntRange(1, 15), default=5, show_default=True, help="Proposed at a time, with --draft."
-)
+@click.option("--draft-tokens", type=click.IntRange(1, 15), help="Proposed at a time by --draft; 5 if not given.")
 @device_option
 @dtype_option
 @processes_option
@@ -185,7 +183,9 @@ def generate(
     from attnzoo.training.config import TrainConfig
     from attnzoo.training.launch import check_processes, connected, launch
 
-    device = device_named(device)
+    device, ahead = device_named(device), options.pop("draft_tokens")
+    if draft is None and ahead is not None:
+        raise ValueError(f"--draft-tokens: expected none without --draft, got {ahead}")
     if processes > 1:
         kept = [name for name in ("evict", "budget") if options[name] is not None]
         if kept:
@@ -196,10 +196,9 @@ def generate(
         return launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
     with connected(device, timedelta(seconds=TrainConfig.exchange_timeout)) as (own, group):
         sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
-        ahead = options.pop("draft_tokens")
         placed = own, getattr(torch, dtype) if dtype else None
         loaded = load_text_model(source, *placed)
-        proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), ahead)
+        proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), ahead or 5)
         options |= {"sampling": sampling, "stop": stop, "draft": proposes, "over": group}
         continuation = Continuation(loaded, prompt, max_tokens, **options)
         first = group is None or group.rank() == 0

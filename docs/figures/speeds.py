@@ -136,6 +136,8 @@ def generate(results: Path) -> str:
     titles = ["FoX", "evicting", "PaTH-FoX", "evicting", "Mamba-2", "Gated DeltaNet", "Llama"]
     lines = []
     for folder, record in records("generate"):
+        if "not compiled" in record["sizes"]:
+            continue
         for size in dict.fromkeys((row["batch"], row["tokens"]) for row in record["rows"]):
             rows = {row["name"]: row for row in record["rows"] if (row["batch"], row["tokens"]) == size}
             cells = [f"{rows[name]['ms']:.2f}" if "ms" in rows.get(name, {}) else "" for name in models]

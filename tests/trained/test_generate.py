@@ -66,6 +66,8 @@ def test_another_run_may_propose_tokens_and_changes_none(run):
         ValueError, match=r"--draft: expected a model with the same tokens \(\d+\), got one with others"
     ):
         draft_of(loaded, other, 3)
+    with pytest.raises(ValueError, match="--draft-tokens: expected none without --draft, got 3"):
+        ran(run, *options, "--draft-tokens", 3)
 
 
 def test_keys_in_8_bits_take_less_memory(run):
@@ -82,7 +84,6 @@ def test_several_processes_read_a_prompt_together_and_the_first_writes(run, monk
     monkeypatch.setattr("attnzoo.training.launch.launch", lambda *arguments: given.append(arguments))
     ran(run, "--prompt", PROMPT, "--temperature", 0, "--device", "cpu", "--processes", 2)
     words = [str(run), f"--prompt={PROMPT}", "--max-tokens=200", "--temperature=0.0", "--top-p=1.0", "--seed=0"]
-    words += ["--draft-tokens=5"]
     assert given == [([sys.executable, "-m", "attnzoo", "generate", *words, "--device=cpu"], 2)]
     with pytest.raises(ValueError, match="--processes: expected 1 with --evict"):
         ran(run, "--prompt", PROMPT, "--evict", 1e-3, "--device", "cpu", "--processes", 2)
