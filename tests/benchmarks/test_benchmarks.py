@@ -342,10 +342,12 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
         "broken at (1, 2, 8, 64): ZeroDivisionError('division by zero')",
         "right at (1, 2, 8, 64) and what comes after it: no time was left",
     ]
-    assert measure.error_lines({"errors": [{"name": "right", "K": 64, "o": "1e-3"}]}, ("o", "dq"))[2:] == [
+    known = [{"name": "right", "K": 64, "o": "1e-3"}, {"name": "other", "K": 64, "dq": "2e-3"}]
+    assert measure.error_lines({"errors": known}, ("o", "dq", "dk"))[2:] == [
         "| | K | o | dq |",
         "|---|---|---|---|",
         "| right | 64 | 1e-3 | - |",
+        "| other | 64 | - | 2e-3 |",
     ]
 
 
