@@ -136,9 +136,11 @@ class CarriedPool(KeyPool):
         """The keys of the only sequence as its last token leaves them, ``[G, n, PAGE, K]``; any where none is."""
         n, start = -(-self.lengths[0] // PAGE), self.open_page(self.lengths[0])
         groups, each = start * PAGE // self.span, self.group
-        none = torch.arange(groups, device=self.base.device) < self.base[0]
-        factor = torch.where(none[:, None, None], eye_like(self.open_factor), self.factors[0, :, :groups])
-        after = later_factors(torch.cat([factor, self.open_factor[0, :, None]], 1))[:, :-1]  # [G, groups, K, K]
+        factor = torch.cat([self.factors[0, :, :groups], self.open_factor[0, :, None]], 1)
+        none = torch.arange(groups + 1, device=self.base.device) < self.base[0]
+        none[-1] = self.lengths[0] % self.span == 0
+        factor = torch.where(none[:, None, None], eye_like(factor), factor)
+        after = later_factors(factor)[:, :-1]  # [G, groups, K, K]
         whole = self.k[self.table[0, :, :start].clamp(min=0).long()].to(after.dtype).unflatten(1, (groups, each))
         carried = (whole @ after[:, :, None].mT).flatten(1, 2)
         return torch.cat([carried, self.open_keys[0].unflatten(1, (each, PAGE))], 1)[:, :n]
