@@ -62,23 +62,23 @@ def held_share(b_r, rule):
 
 
 @triton.jit
-def bias_gradient(b_db, b_r, rule):
-    """The gradient of retentions from that of B, b_db."""
-    b_dr = b_r * 0.0
+def bias_slope(b_r, rule):
+    """The derivative of B by r."""
+    b = b_r * 0.0
     if rule[3] is not None:
         b_u = tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E))
-        b_dr = tl.where(tl.log2(1.0 + b_u) <= rule[2], b_db * rule[3] * (b_u / (1.0 + b_u)), 0.0)
-    return b_dr
+        b = tl.where(tl.log2(1.0 + b_u) <= rule[2], rule[3] * (b_u / (1.0 + b_u)), 0.0)
+    return b
 
 
 @triton.jit
-def retention_gradient(b_dr, b_r, b_age, rule, KIND: tl.constexpr):
-    """Gradients of a key's base and fade (for a rate: of it, twice), pair by pair, from that of r, b_dr."""
-    b_dr = tl.where(b_age >= rule[1], b_dr, 0.0)
-    if KIND == 2:
-        b_base = b_dr * b_r * (1.0 - b_r)
-        b_fade = b_base * (tl.log2(1.0 + tl.maximum(b_age, 0.0)) / -TL_LOG2E)
-    else:
-        b_base = -b_dr * b_r * tl.maximum(b_age, 1.0)
-        b_fade = b_base
-    return b_base, b_fade
+def retention_slope(b_r, b_age, rule, KIND: tl.constexpr):
+    """The derivative of r by a key's base, or by its rate."""
+    b = b_r * (1.0 - b_r) if KIND == 2 else -b_r * tl.maximum(b_age, 1.0)
+    return tl.where(b_age >= rule[1], b, 0.0)
+
+
+@triton.jit
+def fade_share(b_age):
+    """The derivative by fade over that by base, -log(1 + age); written so that compilers do not keep it from r on."""
+    return (1.0 - tl.log2(2.0 + 2.0 * tl.maximum(b_age, 0.0))) / TL_LOG2E

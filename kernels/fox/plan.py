@@ -65,6 +65,13 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
 _TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
+# With retention, whose bias takes registers: by what ptxas spills, not by time.
+_HOPPER_RETENTION: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {**_HOPPER["fwd"], 64: Tiles(128, 64, 8, 3, tma=True), 128: Tiles(128, 64, 8, 2)},
+    "dq": {**_HOPPER["dq"], 64: Tiles(128, 64, 8, 3, tma=True)},
+    "dkdv": {**_HOPPER["dkdv"], 64: Tiles(32, 64, 4, 3, heads=8), 128: Tiles(32, 64, 8, 3, heads=8)},
+}
+_WITH_RETENTION = TileTable({"hopper": _HOPPER_RETENTION}, _SAFE, _FLOAT32)
 _PRUNE = {  # of the rows whose log-sum-exp pruning computes, by architecture
     "hopper": Tiles(64, KEY_UNIT, 4, 3, tma=True),
     "safe": Tiles(128, KEY_UNIT, 4, 2),
@@ -134,7 +141,8 @@ def heads_apart(T: int, rep: int, K: int, V: int, pruned: bool) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _plan(call: FoxCall, few: bool, many: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
     size = next((n for n in (64, 128) if max(call.K, call.V) <= n), 256)
-    sizes: dict[Kind, Tiles] = {kind: _TILES.of(kind, size, call.dtype, machine) for kind in _SAFE}
+    tiles = _WITH_RETENTION if call.portable_alone == "retention" else _TILES
+    sizes: dict[Kind, Tiles] = {kind: tiles.of(kind, size, call.dtype, machine) for kind in _SAFE}
     sizes.update(forced)
     for kind, t in forced:
         if kind != "dkdv" and t.BS > KEY_UNIT:

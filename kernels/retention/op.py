@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import on_device_of
-from attnzoo.kernels.common.forgetful_bias import held_share, load_retention, retained, retention_gradient
+from attnzoo.kernels.common.forgetful_bias import fade_share, held_share, load_retention, retained, retention_slope
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, retention_strides
 from attnzoo.kernels.common.named_op import NamedOp
@@ -97,9 +97,10 @@ def retention_held_bwd_kernel(
         b_held = held_share(b_r, rule)
         m = (b_age >= 0.0) & (b_t[None, :] < b_stop[:, None])
         b_dr = tl.where(m, b_dn[None, :] * rule[3] * b_held * (1.0 - b_held), 0.0)
-        b_db, b_df = retention_gradient(b_dr, b_r, b_age, rule, KIND)
-        b_dbase += tl.sum(b_db, 1)
-        b_dfade += tl.sum(b_df, 1)
+        b_slope = b_dr * retention_slope(b_r, b_age, rule, KIND)
+        b_dbase += tl.sum(b_slope, 1)
+        if KIND == 2:
+            b_dfade += tl.sum(b_slope * fade_share(b_age), 1)
     p_dkeep += ((i_b * T + b_s) * G + i_g) * KIND
     tl.store(p_dkeep, b_dbase, mask=b_s < T)
     if KIND == 2:

@@ -44,6 +44,7 @@ from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
 from attnzoo.kernels.path.fits import too_small
+from attnzoo.kernels.retention import api as retention
 from attnzoo.kernels.rotation import api as rotation
 from attnzoo.kernels.wall import api as wall
 
@@ -180,6 +181,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             return torch.zeros(shape, dtype=dtype).requires_grad_()
 
         wide = functools.partial(x, dtype=torch.float32)
+        if kind == "fp32":
+            for n in (1, 2):
+                keeps = Retention(wide(1, 512, 2, n), Rule(64.0, 0.5, 30.0, 16))
+                yield f"retention fp32 {n}", functools.partial(retention.held_keys, keeps, window=100, impl="triton")
         yield (  # tensor cores take no fewer than 16 channels
             f"path {kind} 8 step",
             functools.partial(path_extend, x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), wide(2, 1, 2),
@@ -362,6 +367,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
+    retention.triton_unavailable = lambda keys: ""
     for api in (
         convolution.api,
         page_api,

@@ -33,6 +33,7 @@ MORE = (
     "8.9:wall bf16 64 gate$:carry_bwd",
     "9.0:linear bf16 128 chunks (of 128|split)",
     "8.6:linear fp32 128 chunks of 128:chunk_output",
+    "9.0:fox bf16 64 retention$:portable",
     "10.0:fox bf16 64 gate$:fwd",
     "10.0:path bf16 64 gate$:product_bwd",
 )

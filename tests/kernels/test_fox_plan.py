@@ -38,6 +38,7 @@ def test_a_hopper_runs_its_own_kernels(release: tuple[int, int]) -> None:
         (HOPPER, {"lags": True, "deterministic": True}, "the gradient of a constant gate is asked for"),
         (HOPPER, {"described": False}, "descriptors cannot address"),
         (HOPPER, {"portable_alone": "softcap"}, "the Gluon kernels know no softcap"),
+        (HOPPER, {"portable_alone": "retention"}, "the Gluon kernels know no retention"),
         (Machine((9, 0), (3, 5)), {}, "expected Triton 3.6 to 3.9 for the Gluon kernels, got 3.5 (torch 2.10"),
         (Machine((9, 0), (3, 10)), {}, "got 3.10 (a newer attnzoo"),
         (Machine((9, 0), (3, 6), rocm=True), {}, ""),
@@ -68,6 +69,7 @@ def test_forwards() -> None:
         (1, 256, 1, True), (8, 4096, 8, True), (1, 200, 1, False), (64, 64, 1, False), (16, 4096, 8, False),
     ):  # fmt: skip
         assert (decide(T=T, S=S, rep=rep).forward == "split") == split
+    assert decide(T=1, S=4096, portable_alone="retention").forward == "portable"  # whose bias the others do not make
 
 
 def test_query_heads_that_share_keys_work_apart_where_their_rows_are_many() -> None:

@@ -26,11 +26,12 @@ import triton.language as tl
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.forgetful_bias import (
-    bias_gradient,
+    bias_slope,
+    fade_share,
     forgetful_bias,
     load_retention,
     retained,
-    retention_gradient,
+    retention_slope,
     row_forgetful_bias,
 )
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
@@ -197,6 +198,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
         b_age = ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
         b_r = retained(b_base[:, None], b_fade[:, None], b_age, rule, KIND)
         b_y += forgetful_bias(b_r, rule)
+        b_slope = bias_slope(b_r, rule) * retention_slope(b_r, b_age, rule, KIND)
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
@@ -217,9 +219,10 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
             b_dy *= ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
         b_dc += tl.sum(b_dy, 1)
     if KIND != 0:
-        b_dbase, b_dfade = retention_gradient(bias_gradient(b_ds, b_r, rule), b_r, b_age, rule, KIND)
-        b_db += tl.sum(b_dbase, 1)
-        b_df += tl.sum(b_dfade, 1)
+        b_slope *= b_ds
+        b_db += tl.sum(b_slope, 1)
+        if KIND == 2:
+            b_df += tl.sum(b_slope * fade_share(b_age), 1)
     b_dsh = product_gradient(b_ds, b_x, scale2).to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
     return b_dk, b_dv, b_dc, b_db, b_df
