@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -75,5 +75,5 @@ def fused_kept(keys: Tensor, options: Forgetting, temperature: float, given: Sof
     if given.valid is None:
         kept = held(retention.keys, given.cu_seqlens)
     else:
-        kept = on_packed(held, given.valid, retention.keys)
+        kept = cast(Tensor, on_packed(held, given.valid, retention.keys))
     return kept.transpose(1, 2), tokens[:, None]

@@ -61,7 +61,7 @@ class Logits:
         if cu_seqlens is not None:
             self.segment = torch.searchsorted(cu_seqlens.long(), torch.arange(T, device=device), right=True)
         self.band = Band.of(given.window, valid, T, device)
-        self.first = None
+        self.first: Tensor | None = None
         if given.prune is not None and decay is not None:  # near keys may be forgotten, a row's own is not
             gates, bound = heads_first(decay, H, dtype), given.logit_bound
             first = first_kept_keys(self.q, self.k, gates, given.prune, bound, lower=self.own.double(), rows=ROWS)

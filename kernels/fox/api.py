@@ -124,7 +124,8 @@ def fox_attention(
     check_receivers(receivers, q, k)
     check_retention(retention, k, valid, gate_sums)
     check_flag("return_lse", return_lse)
-    keys, rule = (None, None) if retention is None else retention
+    keys = None if retention is None else retention.keys
+    rule = None if retention is None else retention.rule
     given = (q, k, v, log_decay, sink, keys, *(receivers or ()))
     backward = records(*given)
     why = triton_unavailable(q, v)
