@@ -25,7 +25,8 @@ from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends import fla, fla_kernels
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels import norms
-from attnzoo.kernels.common.device import ON, installed_triton
+from attnzoo.kernels.common.device import ON, device_unavailable, installed_triton
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
@@ -74,6 +75,7 @@ class Report:
         gpus: the GPUs, or the reason why there are none.
         slow: other causes of slowness in this setup, with remedies.
         parts: what short convolutions, norms and log decays of layers run on.
+        splits: which long texts recurrences of a scalar decay split, or "".
     """
 
     system: str
@@ -83,6 +85,7 @@ class Report:
     rows: tuple[Row, ...]
     slow: tuple[str, ...] = ()
     parts: str = ""
+    splits: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,7 +95,7 @@ class Report:
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus)]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
-        lines += [f"- {self.parts}"] if self.parts else []
+        lines += [f"- {line}" for line in (self.parts, self.splits) if line]
         lines += [f"- slow: {why}" for why in self.slow]
         table: list[tuple[str, ...]] = [("variants", "when", "runs on", "why nothing faster")]
         for names, situations in _grouped(self.rows):
@@ -140,7 +143,7 @@ def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
         f"{platform.platform()}, Python {platform.python_version()}", tuple(gpus),
         {name: _version(name) for name in PACKAGES},
         f"layers with heads of {head_dim}, {str(dtype).removeprefix('torch.')}{where}", tuple(rows),
-        tuple(_slow()) if device.type == "cuda" else (), _parts(device, dtype),
+        tuple(_slow()) if device.type == "cuda" else (), _parts(device, dtype), _splits(device, head_dim),
     )  # fmt: skip
 
 
@@ -151,6 +154,22 @@ def _parts(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cpu":
         why = why or "auto looks for kernels on a GPU alone"
     return f"short convolutions, norms and log decays of layers run on {f'PyTorch: {why}' if why else 'triton'}"
+
+
+def _splits(device: torch.device, head_dim: int) -> str:
+    """The texts over which recurrences of a scalar decay are split, and acp leaves out states."""
+    with FakeTensorMode():
+        if device.type == "cpu" or device_unavailable(torch.empty(0, device=device)):
+            return ""
+    from attnzoo.kernels.linear.chunks import CHUNK, TILES
+    from attnzoo.kernels.linear.segments import splits_from
+
+    programs, chunks = splits_from(device)
+    heads = programs // (cdiv(head_dim, TILES["states"].BK) * cdiv(head_dim, TILES["states"].BV))
+    return (
+        f"recurrences of a scalar decay split texts from {chunks * CHUNK} tokens on where batch times heads are at "
+        f"most {heads}, half in training (acp leaves out states there)"
+    )
 
 
 def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:

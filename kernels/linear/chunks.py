@@ -395,7 +395,7 @@ def states(
     dh = h if do is None else torch.empty_like(h)
     tiles = TILES["states"].launch(x.q, x.v)
     programs = cdiv(K, tiles["BK"]) * cdiv(V, tiles["BV"])
-    parts = split(B * H * programs * ways, NC, x.q.device, x.eps > 0 or x.cu_seqlens is not None)
+    parts = split(B * H * programs * ways, NC, x.q.device, x.cu_seqlens is not None)
     many, c, since = parts.many, *(x.gates or (h, h))
     if many > 1 and x.gates is not None:
         parts = spans(parts, *x.gates, CHUNK, x.eps, first is not None, dlast is not None)

@@ -7,6 +7,7 @@ last key weighs at most eps together. With eps = 0 that is what closed gates and
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from attnzoo.kernels.common.launching import cdiv, power_of_2
 
 RESIDENT = 4  # programs of a multiprocessor
 LEAST_CHUNKS = 8  # of a segment
-WORTHWHILE = 4  # segments from which computing what they leave and adding it up costs less than it saves
+WORTHWHILE = 22  # segments that a GPU must have room for, as keys and values are read twice
+WORTHWHILE_PACKED = 4  # the same for packed sequences, where few are
 
 
 @launched
@@ -129,17 +131,23 @@ class Segments(NamedTuple):
     left: Tensor | None = None
 
 
-def split(programs: int, chunks: int, device: torch.device, cut: bool) -> Segments:
+def splits_from(device: torch.device) -> tuple[int, int]:
+    """The most programs of a launch, and the fewest chunks of a sequence, that are split where all states are exact."""
+    return RESIDENT * multiprocessors(device) // WORTHWHILE, LEAST_CHUNKS * WORTHWHILE
+
+
+def split(programs: int, chunks: int, device: torch.device, packed: bool) -> Segments:
     """The segments of a sequence.
 
     Args:
         programs: that a launch would have without segments.
         chunks: of the sequence.
         device: whose multiprocessors are to be filled.
-        cut: whether segments hardly need each other.
+        packed: whether short sequences may be packed into it, which cut it.
     """
+    least = WORTHWHILE_PACKED if packed else WORTHWHILE
     most = min(RESIDENT * multiprocessors(device) // programs, chunks // LEAST_CHUNKS)
-    many = most if most >= (2 if cut else WORTHWHILE) else 1
+    many = min(most, math.isqrt(2 * chunks)) if most >= least else 1  # a segment's chunks twice, then one by one
     length = max(1, cdiv(chunks, many))
     return Segments(max(1, cdiv(chunks, length)), length)
 

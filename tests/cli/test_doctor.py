@@ -18,6 +18,7 @@ from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
 from attnzoo.forms.backends import fla
 from attnzoo.kernels.common import device
+from attnzoo.kernels.linear import segments
 
 Pretend = Callable[..., doctor.Report]
 
@@ -33,6 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Pretend")
         monkeypatch.setattr(device, "triton_version", lambda: release)
+        monkeypatch.setattr(segments, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(fla, "INSTALLED", fla_installed)
         some = ["fox", "path", "mamba2", "gated_deltanet", "deltanet", "wall"]
         monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else some)
@@ -60,6 +62,8 @@ def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> No
     assert row(report, "wall", "cached step").kernels == "a step per token over all keys"
     assert "cuda:0: Pretend, compute capability 9.0" in report.text()
     assert report.parts == "short convolutions, norms and log decays of layers run on triton"
+    assert "split texts from 11264 tokens on where batch times heads are at most 6," in report.splits
+    assert report.splits in report.text()
 
 
 def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:

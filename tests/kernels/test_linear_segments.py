@@ -21,7 +21,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def into(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def split(programs: int, count: int, device: torch.device, cut: bool) -> segments.Segments:
+    def split(programs: int, count: int, device: torch.device, packed: bool) -> segments.Segments:
         length = -(-count // many)
         return segments.Segments(-(-count // length), length)
 
@@ -123,12 +123,13 @@ def test_a_boundary_keeps_no_more_than_the_weights_say(monkeypatch: pytest.Monke
 def test_few_programs_over_long_texts_are_split() -> None:
     """A GPU of 132 multiprocessors that has all it can run, or a text of few chunks, is not."""
 
-    def many(programs: int, count: int, cut: bool = False) -> int:
+    def many(programs: int, count: int, packed: bool = False) -> int:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(segments, "multiprocessors", lambda device: 132)
-            return segments.split(programs, count, torch.device("cpu"), cut).many
+            return segments.split(programs, count, torch.device("cpu"), packed).many
 
-    assert many(16, 256) == 32
-    assert many(16, 24) == many(400, 1024) == many(200, 1024) == 1
-    assert many(200, 1024, cut=True) == 2
+    assert many(16, 256) == 22
+    assert many(24, 4096) == 22
+    assert many(16, 170) == many(25, 4096) == many(200, 1024, packed=True) == 1
+    assert many(50, 1024, packed=True) == 10
     assert many(1, 0) == 1

@@ -71,22 +71,19 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(fla, "DEVICE", HERE)
     monkeypatch.setattr(fla, "INSTALLED", False)
-    attn, ours = layer(name), not is_brief(get(name).form_set, "triton")
+    attn = layer(name)
     for when in situations(attn, torch.float32):
-        assert f"({'triton' if ours else 'reference'} on {HERE})" in repr(attn), when
+        assert f"(reference on {HERE})" in repr(attn), when
         said = warnings_of(caplog)
-        lost = [  # said once
-            f"{name}: no kernel runs, and the reference is slower: fla: flash-linear-attention is not installed "
+        ours = "" if is_brief(get(name).form_set, "triton") else f"triton: {IN_FLOAT32}; "
+        assert said == [  # once
+            f"{name}: no kernel runs, and the reference is slower: {ours}fla: flash-linear-attention is not installed "
             "(pip install 'attnzoo[fla]')"
         ]
-        assert said == ([] if ours else lost)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_chunk_kernels_of_float32_are_there_for_who_asks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(attnzoo.forms.backends.chunks, "fla_unavailable", lambda call: "")
+def test_chunk_kernels_of_float32_are_there_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
     attn = layer("mamba2", impl="triton")
     attn(torch.randn(1, T, D, device=HERE))
     assert f"'triton' (triton on {HERE})" in repr(attn)

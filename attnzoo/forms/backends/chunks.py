@@ -9,13 +9,13 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends.fla import Operation, Prepared, fla_unavailable, prepared
+from attnzoo.forms.backends.fla import Operation, Prepared, prepared
 from attnzoo.forms.backends.recurrent import HONOURED, explain, extend, refuses
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Call, Kernel
 
-IN_FLOAT32 = "its float32 was not timed beside flash-linear-attention's, of TF32 products (impl='triton' runs it)"
+IN_FLOAT32 = "its exact products of float32 take longer than PyTorch's (impl='triton' runs them)"
 
 
 def chunk_kernel(operation: Operation, *parts: str) -> Kernel:
@@ -91,9 +91,7 @@ def explain_chunks(call: Call) -> tuple[str, str]:
 
 def doubts(call: Call) -> str:
     """The reason why ``auto`` does not take the chunk kernels, or ""."""
-    if call.q.dtype != torch.float32 or "prune" in call.options or (call.keeps_state and not refuses(call)):
-        return ""
-    return "" if fla_unavailable(call) else IN_FLOAT32
+    return IN_FLOAT32 if call.q.dtype == torch.float32 and not (call.keeps_state and not refuses(call)) else ""
 
 
 SCALAR_DECAY = chunk_kernel(decay_chunks, "log_decay")
