@@ -29,13 +29,14 @@ from attnzoo.benchmarks.measure import (
     Result,
     copy_bandwidth,
     describe_versions,
+    finish,
+    headline,
     keeper,
     load_peer,
     markdown_table,
     milliseconds,
     not_measured,
     relative,
-    save,
 )
 from attnzoo.encodings.fox import FORMS
 from attnzoo.forgetting.network import ForgetNetwork
@@ -172,9 +173,8 @@ def measure(
 
 def table(result: Result) -> str:
     """The result as a page of Markdown."""
-    m = result["machine"]
     lines = [
-        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, one token, medians.",
+        headline(result, "bf16, one token, medians."),
         f"Copy bandwidth {result['bandwidth']:.2f} TB/s; the floor reads all of k and v at that rate.",
         *not_measured(result["missing"]),
         "",
@@ -198,5 +198,4 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> 
         keep(result)
         torch.cuda.empty_cache()
     result["missing"] = list(dict.fromkeys(missing))
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

@@ -25,12 +25,13 @@ from attnzoo.benchmarks.measure import (
     Result,
     chosen,
     describe_versions,
+    finish,
+    headline,
     keeper,
     measured,
     not_measured,
     race,
     relative,
-    save,
 )
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.backends import fla_kernels
@@ -127,12 +128,7 @@ def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
 
 def table(result: Result) -> str:
     """The results as Markdown: a row per pair and shape."""
-    m = result["machine"]
-    head = (
-        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; layers in bf16, eager, "
-        "medians."
-    )
-    lines = [head, ""]
+    lines = [headline(result, "layers in bf16, eager, medians."), ""]
     shapes: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         shapes.setdefault(tuple(row[n] for n in "BHTK"), {})[row["name"]] = row
@@ -170,5 +166,4 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: 
         errors=lambda layer, K: errors(layer, draw(1, 4, 512, K)), common=lambda x: {},
         times=lambda layer, x: times(layer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

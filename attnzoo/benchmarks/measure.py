@@ -233,11 +233,16 @@ def of_kv_heads(result: Result) -> str:
     return f", {result['kv_heads']} key and value heads" if "kv_heads" in result else ""
 
 
-def headline(result: Result) -> str:
-    """The first line of a table: the machine and the versions."""
+def headline(result: Result, how: str = "bf16, causal, medians.") -> str:
+    """The first line of a table: the machine, the versions, and how it was measured."""
     m = result["machine"]
-    versions = f"torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}"
-    return f"{m['gpu']}, {versions}, {m['date']}; bf16, causal, medians."
+    return f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; {how}"
+
+
+def preface(result: Result, *more: str) -> list[str]:
+    """The first lines of a table of kernels: the headline, the machine's limits, and what was not measured."""
+    limits = f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s."
+    return [headline(result), limits, *more, *not_measured(result["missing"]), ""]
 
 
 def error_lines(result: Result, names: Sequence[str]) -> list[str]:
@@ -281,6 +286,12 @@ def save(out: Path, result: Result, table: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "results.json", json.dumps(result, indent=1) + "\n")
     write_whole(out / "results.md", table)
+
+
+def finish(out: Path, result: Result, table: Callable[[Result], str]) -> None:
+    """Write a whole result and its table as :func:`save` does, and print the table."""
+    save(out, result, table(result))
+    print(table(result))
 
 
 def keeper(out: Path, table: Callable[[Result], str]) -> Callable[[Result], None]:

@@ -35,15 +35,14 @@ from attnzoo.benchmarks.measure import (
     describe_versions,
     error_lines,
     few_heads,
-    headline,
+    finish,
     keeper,
     load_peer,
     markdown_table,
     milliseconds,
-    not_measured,
+    preface,
     race,
     relative,
-    save,
 )
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
@@ -180,12 +179,7 @@ def measure(
 
 def table(result: Result) -> str:
     """The results as Markdown."""
-    lines = [
-        headline(result),
-        f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
-        *not_measured(result["missing"]),
-        "",
-    ]
+    lines = preface(result)
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         fox = "FoX, pruned" if "pruned" in r["name"] else "FoX"
@@ -221,5 +215,4 @@ def run(
 ) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
     result = measure(shapes or SHAPES, only, rep, seconds, decode, kv_heads, keeper(out, table))
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attnzoo.benchmarks.measure import Result, decay_lengths, describe_versions, save
+from attnzoo.benchmarks.measure import Result, decay_lengths, describe_versions, finish, headline
 from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.models import LanguageModel
 from attnzoo.precision import GateAffine
@@ -139,18 +139,17 @@ def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False
 
 def table(result: Result) -> str:
     """The result as Markdown."""
-    m, found = result["machine"], result["tokens_per_second"]
+    found = result["tokens_per_second"]
     peak = "-" if result["peak_GiB"] is None else f"{result['peak_GiB']:.2f}"
     shape = f"{result['batch']} x {result['context']}"
     counted: Counter[str] = Counter(result["attention"])
     layers = ", ".join(f"{n} {name}" for name, n in counted.items())
     used = " | ".join(f"{result[name]:.3f}" if name in result else "-" for name in USED)
     compiled = "".join(f", {option}" for option in ("compile", "recompute") if result[option])
+    how = f"{result['device']}, mixed precision {result['mixed_precision']}{compiled}"
     return "\n".join(
         [
-            f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; {result['device']}, "
-            f"mixed precision {result['mixed_precision']}{compiled}, gates {result['gates']}; "
-            f"median of {len(found)} x {result['steps']} steps.",
+            headline(result, f"{how}, gates {result['gates']}; median of {len(found)} x {result['steps']} steps."),
             "",
             "| layers | parameters | B x T | ms per step | tokens/s (least, most) | GiB | kept | MFU | dense MFU |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -170,5 +169,4 @@ def run(config: TrainConfig, out: Path, steps: int, repeats: int, trained_gates:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"bench train: expected one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}")
     result = measure(config, steps, repeats, trained_gates)
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

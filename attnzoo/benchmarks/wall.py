@@ -29,12 +29,11 @@ from attnzoo.benchmarks.measure import (
     copy_bandwidth,
     describe_versions,
     error_lines,
-    headline,
+    finish,
     keeper,
     load_peer,
-    not_measured,
+    preface,
     race,
-    save,
 )
 from attnzoo.forms.backends import fla_tuning
 from attnzoo.kernels.fox import fox_attention
@@ -99,13 +98,8 @@ def measure(
 
 def table(result: Result) -> str:
     """The results as Markdown."""
-    lines = [
-        headline(result),
-        f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
-        f"FLA's kernels run with {'the fastest of their tiles' if result['all_tiles'] else 'one of their tiles'}.",
-        *not_measured(result["missing"]),
-        "",
-    ]
+    tiles = "the fastest of their tiles" if result["all_tiles"] else "one of their tiles"
+    lines = preface(result, f"FLA's kernels run with {tiles}.")
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX has another function and no ratio
@@ -120,5 +114,4 @@ def table(result: Result) -> str:
 def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
     result = measure(shapes or SHAPES, only, rep, seconds, keeper(out, table))
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

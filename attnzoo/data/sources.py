@@ -38,7 +38,6 @@ class Data:
         train: windows by index, or rows of a task.
         heldout: 1-D tokens that training never sees, an array or :class:`Joined` memory maps; or rows of a task.
         fingerprint: a digest of the tokens and their split.
-        earlier_fingerprint: the fingerprint of earlier versions, which read only the ends of long pieces.
         heldout_documents: starts of the documents of `heldout`, rising; None where documents are joined.
     """
 
@@ -46,7 +45,6 @@ class Data:
     train: Windows | Examples
     heldout: Tokens | Joined | Examples
     fingerprint: str
-    earlier_fingerprint: str = ""
     heldout_documents: Starts | None = None
 
 
@@ -127,7 +125,6 @@ def build_data(config: DataConfig) -> Data:
         windows[0] if len(windows) == 1 else Mixture(windows, [entry.weight for entry in config.weighted]),
         tokens,
         _fingerprint(sides, sources[0].text),
-        _fingerprint(sides, sources[0].text, whole=False),
         _join_starts(held) if packed else None,
     )
 
@@ -364,7 +361,7 @@ def _join_starts(pieces: Sequence[_Piece]) -> Starts:
     return np.concatenate([*(own[:-1] + first for own, first in zip(starts, before, strict=False)), before[-1:]])
 
 
-def _fingerprint(sides: Sequence[Sequence[_Piece]], text: bool, whole: bool = True) -> str:
+def _fingerprint(sides: Sequence[Sequence[_Piece]], text: bool) -> str:
     result = hashlib.blake2b(digest_size=16)
     if not text:
         result.update(b"in a computed order\n")
@@ -377,10 +374,8 @@ def _fingerprint(sides: Sequence[Sequence[_Piece]], text: bool, whole: bool = Tr
                 result.update(f"{piece.digest}\n".encode())
             elif len(tokens) <= LONG:
                 result.update(tokens.tobytes())
-            elif whole:
-                result.update(_digest_of_long(tokens))
             else:
-                result.update(tokens[:4096].tobytes() + tokens[-4096:].tobytes())
+                result.update(_digest_of_long(tokens))
     return result.hexdigest()
 
 

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attnzoo.files import (
     PART,
@@ -36,9 +35,6 @@ from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.recipe import to_yaml
 from attnzoo.training.sharding import TrainState
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

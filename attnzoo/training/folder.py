@@ -76,11 +76,7 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
     Raises:
         CheckpointError: the source has changed since.
     """
-    if progress.data_fingerprint == data.fingerprint:
-        return
-    if progress.data_fingerprint == data.earlier_fingerprint:
-        logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
-    else:
+    if progress.data_fingerprint != data.fingerprint:
         found = f"{run_dir} was trained on other data: {config.data.title!r} has changed since"
         raise OtherRunError(found, "Give output_dir a new folder.")
 

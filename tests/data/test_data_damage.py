@@ -63,13 +63,12 @@ def test_one_changed_byte_of_a_large_text_changes_the_fingerprint(tmp_path):
     path.write_bytes(text[: LONG // 2] + b"#" + text[LONG // 2 + 1 :])
     after = build_data(config)
     assert before.fingerprint != after.fingerprint
-    assert before.earlier_fingerprint == after.earlier_fingerprint  # what runs of earlier versions are known by
 
 
-def test_short_pieces_keep_the_fingerprint_of_earlier_versions(tmp_path):
+def test_a_fingerprint_stays_what_runs_are_known_by(tmp_path):
     (tmp_path / "text.txt").write_text("some text " * 100)
     data = build_data(DataConfig(source=str(tmp_path / "text.txt"), context_length=8))
-    assert data.fingerprint == data.earlier_fingerprint == "8590e0e75e8208d3a5cdfbfa7f0e78a4"
+    assert data.fingerprint == "8590e0e75e8208d3a5cdfbfa7f0e78a4"
 
 
 def test_a_large_file_is_read_once_while_it_stays_as_it_is(shard, cache, monkeypatch):
