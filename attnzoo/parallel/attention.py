@@ -18,7 +18,7 @@ from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.parallel.fragments import Fragments
-from attnzoo.parallel.heads import by_heads, by_tokens, unshared
+from attnzoo.parallel.heads import by_heads, by_tokens, dealt, unshared
 from attnzoo.parallel.keys import keys_after, with_earlier_keys
 from attnzoo.parallel.rows import Rows, separated
 from attnzoo.parallel.states import scan_states
@@ -55,10 +55,11 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     chosen, why = choose(forms, form, rows, fragments, transport)
     _say(f"context parallelism over {fragments.ranks} ranks: {type(forms).__name__} by {chosen} ({why})")
     if chosen == "heads":
+        rows, order = dealt(rows, fragments)
         found = _whole(forms, form, by_heads(rows, fragments))
         if isinstance(found, Tensor):
-            return by_tokens(found, fragments)
-        return tuple(by_tokens(x, fragments) for x in found)
+            return by_tokens(found, fragments, order)
+        return tuple(by_tokens(x, fragments, order) for x in found)
     rows = replace(rows, gate=separated(rows.gate, rows.q, fragments))
     if isinstance(forms, LinearForms):
         return scan_states(forms, form, rows, fragments)[0]

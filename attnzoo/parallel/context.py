@@ -42,8 +42,9 @@ def context_parallel(fragments: Fragments, transport: Transport = "auto") -> Ite
     Args:
         fragments: of the rows; ``fragments.shard`` makes a rank's from whole ones.
         transport: of keys and values on the softmax side. ``"gather"``: all of them to all ranks. ``"heads"``: each
-            rank gets all tokens of its share of the heads, on the linear side too, by any form. ``"pruned"``: of the
-            keys before a fragment those that ``prune`` certifies as needed. ``"auto"``: heads where a layer's form
+            rank gets all tokens of its share of the heads, on the linear side too, by any form; with ``prune`` they are
+            dealt by what it keeps of them. ``"pruned"``: of the keys before a fragment those that ``prune`` certifies
+            as needed. ``"auto"``: heads where a layer's form
             takes whole sequences alone, or else gather; it is logged with the reason. A linear side sends its states,
             whatever is said but ``"heads"``.
 

@@ -9,14 +9,54 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.parts import PARTS
-from attnzoo.parallel.collectives import exchange
+from attnzoo.parallel.collectives import exchange, gather
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows
+
+MARGIN = 16.0  # of log decays: a key that far back has no weight, more or less
 
 
 def unshared(heads: int, ranks: int) -> str:
     """Why so many query heads cannot be shared out, or ""."""
     return "" if heads % ranks == 0 else f"expected query heads that {ranks} ranks can share, got {heads}"
+
+
+def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
+    """The rows with their heads in an order by which ranks get equal shares of what pruning keeps, and that order of
+    the query heads; None where nothing is pruned.
+
+    A head keeps about as many keys before a row as its mean decay lets weigh something. Heads are dealt from the one
+    that keeps most on, to and fro, so that ranks know their turn without asking the host.
+    """
+    g, (H, G, W) = rows.gate.log_decay, (rows.q.shape[2], rows.k.shape[2], fragments.ranks)
+    if getattr(rows.options, "prune", None) is None or g is None or (g.ndim > 1 and g.shape[2] == 1):
+        return rows, None
+    groups = G if G % W == 0 else H
+    with torch.no_grad():
+        if g.ndim > 1:
+            (of_ranks,), _ = gather(fragments.group, W, g.double().sum((0, 1)))
+            g = of_ranks.sum(0) / (fragments.tokens * len(rows.q))
+        kept = 1 / (1 / fragments.tokens - g / MARGIN)  # keys, [H]
+        turns = kept.unflatten(0, (groups, -1)).sum(1).argsort(descending=True, stable=True).unflatten(0, (-1, W))
+        turns[1::2] = turns[1::2].flip(1)
+        key_heads = turns.T.flatten()
+        heads = (key_heads[:, None] * (H // groups) + torch.arange(H // groups, device=g.device)).flatten()
+
+    def part(name: str) -> Tensor:
+        x: Tensor = getattr(rows.gate, name)
+        if x.ndim == 1:
+            return x[heads] if name == "log_decay" else x
+        return x if x.shape[2] == 1 and PARTS[name].per_query_head else ordered(x)
+
+    def ordered(x: Tensor) -> Tensor:
+        x = _divisible(x, H, W)
+        return x.index_select(2, heads if x.shape[2] == H else key_heads)
+
+    gate = Gate(**{name: part(name) for name in rows.gate.parts})
+    per_head = {
+        name: x[heads] for name in ("sink", "logit_bound") if (x := getattr(rows.options, name, None)) is not None
+    }
+    return Rows(*map(ordered, (rows.q, rows.k, rows.v)), gate, replace(rows.options, **per_head)), heads
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:
@@ -42,14 +82,15 @@ def by_heads(rows: Rows, fragments: Fragments) -> Rows:
     return Rows(q, k, v, Gate(**{name: part(name) for name in rows.gate.parts}), options)
 
 
-def by_tokens(x: Tensor, fragments: Fragments) -> Tensor:
-    """This rank's rows of all heads, from all tokens ``[B, T, heads, ...]`` of its share of them."""
+def by_tokens(x: Tensor, fragments: Fragments, dealt_as: Tensor | None) -> Tensor:
+    """This rank's rows of all heads, from all tokens ``[B, T, heads, ...]`` of its share of them; see :func:`dealt`."""
     order = torch.cat([fragments.index(rank) for rank in range(fragments.ranks)]).to(x.device)
     counts, own = [fragments.count(rank) for rank in range(fragments.ranks)], fragments.count(fragments.rank)
     sent = x.transpose(0, 1).index_select(0, order)  # [T, B, heads, ...], rank by rank
     got = exchange(fragments.group, sent, counts, [own] * fragments.ranks)
     by_rank: Tensor = got.unflatten(0, (fragments.ranks, own))
-    return by_rank.movedim(0, 2).flatten(2, 3).transpose(0, 1)
+    found = by_rank.movedim(0, 2).flatten(2, 3).transpose(0, 1)
+    return found if dealt_as is None else found.index_select(2, dealt_as.argsort())
 
 
 def _to_heads(x: Tensor, fragments: Fragments) -> Tensor:

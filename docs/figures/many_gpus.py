@@ -120,8 +120,10 @@ def alone(tokens: int, pruned: bool) -> float:
 def work(tokens: int, ranks: int, way: str, pruned: bool) -> float:
     """What the busiest rank computes; a call takes at least what it keeps the host."""
     least, need = _least(pruned), computed(pruned)
-    if way == "heads":
-        return max(least, *(costs().of(0, tokens, one) for one in np.split(need, ranks)))
+    if way == "heads":  # dealt to and fro from the one that needs most on
+        turns = np.sort(need)[::-1].reshape(-1, ranks)
+        turns[1::2] = turns[1::2, ::-1]
+        return max(least, *(costs().of(0, tokens, one) for one in turns.T))
     each = [0.0] * ranks
     for start, stop, rank in Fragments.zigzag(tokens, ranks).table:
         each[rank] += max(least, costs().of(start, stop, need))

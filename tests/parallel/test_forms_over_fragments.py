@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 from attnzoo import Gate, Prune, get, list_variants
-from attnzoo.parallel import Fragments, collectives, pruned
+from attnzoo.parallel import Fragments, attention, collectives, pruned
 from attnzoo.samples import random_inputs
 from attnzoo.testing import assert_close, leaves_of
 
@@ -128,6 +128,25 @@ def test_where_heads_are_exchanged_any_number_of_ranks_gives_the_same_bits(name)
         found[ranks] = [torch.cat(parts, 1) for parts in zip(*on_ranks(ranks, rank), strict=True)]
     for ranks in (2, 4):
         assert all(torch.equal(got, one) for got, one in zip(found[ranks], found[1], strict=True))
+
+
+@pytest.mark.parametrize(("name", "H", "G"), [("fox", 4, 4), ("fox", 4, 1), ("path_fox", 8, 4), ("alibi", 4, 2)])
+def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name, H, G, monkeypatch):
+    fragments, dealt = Fragments.zigzag([0, 9, T], 2), []
+    *rows, gate = random_inputs(name, B=1, T=T, H=H, G=G, K=4, V=3, regime="open", seed=3)
+    decays = -torch.linspace(0.0, 2.0, H, dtype=torch.float64)  # the first heads keep most
+    gate = replace(gate, log_decay=decays if gate.log_decay.ndim == 1 else decays.expand(1, T, H) * 1.0)
+    options = {"prune": Prune(1e-30), "sink": torch.linspace(-1, 1, H, dtype=torch.float64)}
+    deal = attention.dealt
+    monkeypatch.setattr(attention, "dealt", lambda *given: dealt.append(deal(*given)) or dealt[-1])
+    compare(Run(name, fragments, (*rows, gate), options, "heads"))
+    for _, order in dealt:
+        size = 1 if G == 1 else H // G  # query heads that stay together
+        groups = range(0, H, size)
+        turns = [[*groups[0::4], *groups[3::4]], [*groups[1::4], *groups[2::4]]]  # to and fro
+        assert [set(share) for share in order.unflatten(0, (2, -1)).tolist()] == [
+            {first + i for first in turn for i in range(size)} for turn in turns
+        ]
 
 
 @pytest.mark.parametrize("name", ["fox", "alibi", "path_fox", "fox_rope"])
