@@ -39,7 +39,7 @@ class _Within:
 
 @dataclass(frozen=True)
 class AddedLoss(_Within):
-    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
+    """The loss that a limit on a head's keys adds to that of the same model, nats per token.
 
     Args:
         name: what a reader sees.
@@ -64,8 +64,8 @@ class AddedLoss(_Within):
 
 @dataclass(frozen=True)
 class KeysHeld:
-    """What a head holds with ``certified`` or ``forgets``, as a share of the training context: the mean over heads,
-    layers and the last quarter of the rows."""
+    """The keys that a head holds with ``certified`` or ``forgets``, as a share of the training context: the mean over
+    heads, layers and the last quarter of the rows."""
 
     name: str
     rule: str

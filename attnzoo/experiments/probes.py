@@ -223,7 +223,7 @@ class LossByPlace:
 
 @dataclass(frozen=True)
 class AddedByLength:
-    """What a row beyond the training context adds to the loss: that of the last quarter of each further context, minus
+    """The loss that a row beyond the training context adds: that of the last quarter of each further context, minus
     that of the same tokens where their row begins with this context. (L(i) at two indices is that of different text.)
 
     Args:
@@ -288,7 +288,7 @@ class KeptBlocks(ByLength):
 
 @dataclass(frozen=True)
 class PrunedLoss:
-    """What pruning (tail bound, eps = e^-10) adds to the loss of the same model on the same text, nats per token."""
+    """The loss that pruning (tail bound, eps = e^-10) adds to the same model's on the same text, nats per token."""
 
     name: str = "loss added by pruning"
     length: float = 4.0

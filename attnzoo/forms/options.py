@@ -41,7 +41,7 @@ class Options(Mapping[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class LinearOptions(Options):
-    """What the forms of the linear side take by keyword.
+    """Keyword options of the forms of the linear side.
 
     Args:
         scale: of the queries; default ``1/sqrt(K)``.
@@ -66,7 +66,7 @@ class LinearOptions(Options):
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxOptions(Options):
-    """What the forms of the softmax side take by keyword.
+    """Keyword options of the forms of the softmax side.
 
     Args:
         scale: of the scores; default ``1/sqrt(K)``.

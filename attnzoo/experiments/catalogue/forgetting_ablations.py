@@ -1,4 +1,4 @@
-"""What of a forget network matters: the seven ablations of One-Pass Forgetting, beside one trained model."""
+"""An experiment: the seven ablations of One-Pass Forgetting's forget network, beside one trained model."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size

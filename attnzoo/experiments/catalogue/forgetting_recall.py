@@ -1,4 +1,4 @@
-"""Recall of the last value where keys get new ones."""
+"""An experiment: recall of a key's latest value, where keys are given new values."""
 
 from attnzoo.experiments.claims import All, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size

@@ -1,4 +1,4 @@
-"""Where a scalar gate begins, beside a constant one that never moves."""
+"""An experiment: where a scalar gate begins, beside a constant one that never moves."""
 
 from typing import Any
 

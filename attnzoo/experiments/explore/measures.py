@@ -1,4 +1,4 @@
-"""What the page of a pair shows: decays, weights, state, eigenvalues, reductions, and the speed of its forms."""
+"""Measures on the page of a pair: decays, weights, state, eigenvalues, reductions, and the speed of its forms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def products(A: Tensor, length: int) -> Iterator[Tensor]:
 
 
 def left_over(variant: Variant, regime: Regime, seed: int) -> tuple[Array, Array]:
-    """What n tokens leave of a key of length 1, ``[T]`` each: on average over all keys, and at most."""
+    """The length that n tokens leave of a key of length 1, ``[T]`` each: on average over all keys, and at most."""
     found = list(products(steps(variant, regime, seed), T - 1))
     average = [float((P.square().sum((-2, -1)) / K).sqrt().mean()) for P in found]
     return np.array(average), np.array([float(torch.linalg.matrix_norm(P, 2).max()) for P in found])
@@ -106,7 +106,7 @@ def grows(variant: Variant) -> bool | None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a pair is where parts of its gate are neutral.
+    """The pair that a pair becomes where parts of its gate are neutral.
 
     Args:
         whole: names of the sides with all parts.

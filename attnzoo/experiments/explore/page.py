@@ -31,7 +31,7 @@ LEAST, NOTHING = 1e-4, 1e-300  # least number that a logarithmic axis shows, and
 
 @dataclass(frozen=True)
 class Explored:
-    """What is asked of a page.
+    """The pair, sizes and options that a page shows.
 
     Args:
         sides: the variants of the pair, its linear side first.
@@ -58,7 +58,7 @@ class Explored:
 
 
 def work_of(asked: Explored) -> dict[str, Callable[[], Any]]:
-    """What a page needs, not yet done, by what is being done; :func:`render` takes its results."""
+    """The work of a page, as functions by a line that says what is being done; :func:`render` takes its results."""
     where = Where(seed=asked.seed, examples=asked.examples)
     linear, seed = asked.sides[0], asked.seed
     work: dict[str, Callable[[], Any]] = {

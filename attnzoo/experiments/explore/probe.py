@@ -23,7 +23,7 @@ LONGER, ROWS = 3, 256  # times the tokens of a training row, and rows, that are 
 
 @dataclass(frozen=True)
 class StateProbe:
-    """What to train for.
+    """The task that the probe's models are trained on.
 
     Args:
         name: of the task, as the command line has it.

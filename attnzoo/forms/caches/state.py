@@ -264,7 +264,7 @@ def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
-    """Which of the cached and the new tokens exist, ``[B, S + T]``; None when all do. ``like``: the new keys."""
+    """The mask ``[B, S + T]`` of the cached and the new tokens that exist; None when all do. ``like``: the new keys."""
     if cache is None:
         return valid
     if cache.valid is None and valid is None:

@@ -1,4 +1,4 @@
-"""What the import makes of each kind of model, for readers: `attnzoo import --list`."""
+"""A table for readers of what the import makes of each kind of model: `attnzoo import --list`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Serving:
         return self.source.resolve().name
 
     def run(self) -> Iterator[str]:
-        """Serve until a signal ends it; lines that say what runs, and how to ask it.
+        """Serve until a signal ends it, after lines that say what runs and how to ask it.
 
         Raises:
             ValueError: a port in use; or as the engine.
