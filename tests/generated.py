@@ -23,7 +23,8 @@ LAYERS = {name: {"attention": name} for name in list_variants()} | {
     "retnet-rotary": {"attention": "retnet", "attention_options": {"rotary": 10000.0}},
     "hgrn2": {"attention": "gla", "attention_options": {"block": "hgrn2"}},
     "rwkv7-model": {
-        "attention": [{"name": "rwkv7"}, {"name": "rwkv7", "options": {"value_residual": 3}}],
+        "attention": "rwkv7",
+        "attention_options": {"value_residual": 3},
         "mlp_mix": True,
         "mlp_gated": False,
         "mlp_activation": "relu2",

@@ -57,7 +57,7 @@ class AttentionConfig:
         token_mix: q, k, v and the output gate are projected from mixtures of each token with the one before, by
             learned weights per channel (RWKV-7).
         value_residual: v is mixed with the v of a model's first layer, by a map of that rank; None for v alone
-            (RWKV-7's layers but the first).
+            (RWKV-7). In a model's options it is that of all layers but the first.
         qkv_bias: learned biases of the projections to q, k and v.
         output_bias: a learned bias of the output projection.
         kv_rank: k and v are projected from a normed projection of x to that many channels (multi-head latent attention,

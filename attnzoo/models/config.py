@@ -153,6 +153,8 @@ class ModelConfig:
             )
         norms = self._norms()
         specs = pattern * (self.num_layers // len(pattern))
+        # the first layer has no earlier values to mix with
+        specs[0] = replace(specs[0], options={n: x for n, x in specs[0].options.items() if n != "value_residual"})
         return [replace(spec, norm=spec.norm or norms[i % len(norms)]) for i, spec in enumerate(specs)]
 
     def _norms(self) -> list[str]:

@@ -78,6 +78,11 @@ def test_later_layers_mix_their_values_with_the_first_ones_of_any_variant() -> N
         narrow(tokens)
 
 
+def test_the_first_layer_of_a_model_has_no_values_to_mix_with() -> None:
+    ours = model(attention="gla", attention_options={"value_residual": 3, "head_dim": 8})
+    assert [block.attention.config.value_residual for block in ours.blocks] == [None, 3]
+
+
 def test_mixtures_begin_as_published_and_have_no_weight_decay() -> None:
     ours = model(mlp_mix=True)
     decayed = {id(parameter) for parameter in param_groups(ours, 0.1)[0]["params"]}

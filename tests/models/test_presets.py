@@ -39,9 +39,21 @@ A_SCALE_PER_HEAD = {  # where QK-norm's weights are not shared by the heads
 }  # fmt: skip
 
 
+RWKV7 = [("125m", 768, 12, 64, 32, 128), ("360m", 1024, 24, 64, 64, 160), ("760m", 1536, 24, 96, 64, 192)]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_the_published_ones(name):
     assert presets.parameters(name)["without_embedding"] == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("size", "D", "L", "w", "v", "g"), RWKV7)
+def test_counts_of_rwkv_7_are_those_of_its_maps(size, D, L, w, v, g):
+    """Of ranks w, v and g; as many as flash-linear-attention's class has with the ranks of its layer's defaults."""
+    mixtures, maps, vectors = 7 * D, 4 * D * D + 8 * D * D, 3 * D + 2 * D + 4 * D  # with the norms of a layer
+    layer = mixtures + maps + vectors + 2 * (2 * D * w + D) + 2 * D * g
+    expected = L * layer + (L - 1) * (2 * D * v + D) + 4 * D + 50257 * D
+    assert presets.parameters(f"rwkv7-{size}")["without_embedding"] == expected
 
 
 @pytest.mark.parametrize("name", A_SCALE_PER_HEAD)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import FLA, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import FLA, common_sizes, decoder
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -37,12 +37,12 @@ def rwkv7(settings: Settings) -> Peer:
     ranks = {
         "decay_rank": settings.get("decay_low_rank_dim", 64), "rate_rank": settings.get("a_low_rank_dim", 64),
         "output_gate_rank": settings.get("gate_low_rank_dim", 128),
+        "value_residual": settings.get("v_low_rank_dim", 16),
     }  # fmt: skip
-    residual = {"value_residual": settings.get("v_low_rank_dim", 16)}
     options = {"head_dim": K, "output_norm_eps": K * eps, **ranks}
     config = ModelConfig(
-        attention=pattern([{"name": "rwkv7", "options": residual if i else {}} for i in range(L)]),
-        attention_options=options, num_heads=D // K, norm_kind="layer", norm_eps=eps, embedding_norm=True,
+        attention="rwkv7", attention_options=options, num_heads=D // K, norm_kind="layer", norm_eps=eps,
+        embedding_norm=True,
         intermediate_size=width or -(-int(D * ratio) // 32) * 32, mlp_activation="relu2", mlp_gated=False, mlp_mix=True,
         **common_sizes(settings),
     )  # fmt: skip
