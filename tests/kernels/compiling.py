@@ -268,7 +268,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"linear {kind} {K} factors step",
                 functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
             )
-            yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, x(1, 4096, 2, K), wide(1, 4096, 2))
+            long = x(1, 12288, 2, K), wide(1, 12288, 2)
+            yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, *long)
             for V in (32, K):
                 yield (
                     f"linear {kind} {K} chunks of {V}",
