@@ -63,9 +63,9 @@ def test_pruning_goes_where_nothing_can_be_pruned(caplog):
 
 def test_layers_of_a_pattern_keep_each_its_own():
     settings = {"model": {"attention": "fox", "attention_options": {"acp": True, "block": "pro"}}}
-    config = load_config(settings, ["model.attention=[mamba2, {name: fox, options: {gate_bias: 5.0}}]"])
+    config = load_config(settings, ["model.attention=[gla, {name: fox, options: {gate_bias: 5.0}}]"])
     assert [(spec.name, spec.options) for spec in config.model.layers()[:2]] == [
-        ("mamba2", {"block": "pro"}), ("fox", {"acp": True, "block": "pro", "gate_bias": 5.0}),
+        ("gla", {"block": "pro"}), ("fox", {"acp": True, "block": "pro", "gate_bias": 5.0}),
     ]  # fmt: skip
 
 
