@@ -185,7 +185,7 @@ def _householder_matrix(gate: Parts, q: Tensor) -> Tensor:
     eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
     if beta is None:
         return eye
-    factors = eye - beta[..., None, None] * w[..., :, None] * w[..., None, :]
+    factors: Tensor = eye - beta[..., None, None] * w[..., :, None] * w[..., None, :]
     return factors if gate.factors is None else reduce(torch.matmul, factors.unbind(3))
 
 

@@ -106,7 +106,8 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     def ours(prune: Prune | None, forgets: bool = False, window: int | None = None) -> Callable[[Inputs], Tensor]:
         def call(x: Inputs) -> Tensor:
             options: dict[str, Any] = {"retention": Retention(x.r, FORGETS)} if forgets else {"window": window}
-            return fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton", **options)
+            o: Tensor = fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton", **options)
+            return o
 
         return call
 

@@ -108,10 +108,11 @@ class LinearForms(Forms):
         past, seen = (None, 0) if state is None else (state.matrix, len(state))
         ready = prepared(q, k, v, gate, options)
         if q.shape[1] == 1:
-            o, matrix = self._recur(*ready, past)
+            o, last = self._recur(*ready, past)
         else:
             o, matrix = self._chunked(*ready, past, keeps_state=True, prune=options.prune)
-        return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
+            last = cast(Tensor, matrix)
+        return o, RecurrentState(last, seen + q.shape[1])
 
     def in_place(
         self, state: RecurrentState, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
 
 def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
     """The products of x with the weights of thin maps, by name, as one; none where each must be called by itself."""
-    weights = [cast(Tensor, part.weight) for part in maps.values() if type(part) is GateAffine and untouched(part)]
+    weights = [part.weight for part in maps.values() if type(part) is GateAffine and untouched(part)]
     if len(weights) < len(maps) or len(maps) < 2 or not on_kernels(impl, x, *weights):
         return {}
     made = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)

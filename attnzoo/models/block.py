@@ -108,7 +108,9 @@ class DecoderBlock(nn.Module):
             return x, attended
         x = x + attended
         given = self.mlp_norm(x) if self.before else x
-        more = self.mlp(given if self.mlp_mix is None else mixed(self.mlp_mix, given, *rows))
+        if self.mlp_mix is not None and rows is not None:
+            given = mixed(self.mlp_mix, given, *rows)
+        more = self.mlp(given)
         after = self.mlp_after if self.before else self.mlp_norm
         return x, more if after is None else after(more)
 

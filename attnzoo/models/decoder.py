@@ -211,8 +211,8 @@ class LanguageModel(nn.Module):
         with AllOrNone.of(cache, len(self.blocks)):
             places = None
             if self.positions is not None:
-                first = cache[0] if cache else None
-                places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, first)
+                earliest = cache[0] if cache else None
+                places = positions_of(self.attentions()[0], embedded, cu_seqlens, attention_mask, earliest)
             x, first = self.placed(embedded, places), self.first_values()  # [B, T, D]
             for index, block in enumerate(self.blocks):
                 if states is not None:

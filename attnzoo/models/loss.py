@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,7 @@ class _WithGradients(torch.autograd.Function):
         return torch.stack(sums).sum()
 
     @staticmethod
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, dx, dw = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return *(None if of is None else (of * given).to(one.dtype) for one, of in ((x, dx), (weight, dw))), None
@@ -151,5 +151,6 @@ def head_loss(
     parts = _Chunks(-(-N // chunks), chunk, targets, vocab, softcap, beside)
     at_once = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     at_once = at_once and not (torch.compiler.is_compiling() or in_transform())
-    total: Tensor = _WithGradients.apply(x, weight, parts) if at_once else parts.recomputed(x, weight)
+    with_gradients = cast(Callable[..., Tensor], _WithGradients.apply)
+    total = with_gradients(x, weight, parts) if at_once else parts.recomputed(x, weight)
     return total / (targets != IGNORED).sum()

@@ -56,7 +56,8 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
     per_head = {
         name: x[heads] for name in ("sink", "logit_bound") if (x := getattr(rows.options, name, None)) is not None
     }
-    return Rows(*map(ordered, (rows.q, rows.k, rows.v)), gate, replace(rows.options, **per_head)), heads
+    q, k, v = map(ordered, (rows.q, rows.k, rows.v))
+    return Rows(q, k, v, gate, replace(rows.options, **per_head)), heads
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:

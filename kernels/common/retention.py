@@ -91,14 +91,14 @@ def check_retention(retention: Retention | None, k: Tensor, valid: Tensor | None
     if keys.shape not in ((B, S, G, 1), (B, S, G, 2)) or keys.dtype != wide:
         got = f"{keys.dtype} {tuple(keys.shape)}"
         raise ValueError(f"retention.keys: expected {wide} [B={B}, S={S}, G={G}, 1 or 2] as k, got {got}")
-    for name, right, expected, got in (
+    for name, right, expected, value in (
         ("temperature", temperature > 0, "a number above 0", temperature),
         ("threshold", 0 < threshold < 1, "a number in (0, 1)", threshold),
         ("limit", limit > 0, "a number above 0", limit),
         ("remembers", remembers >= 1, "at least 1 (the row itself)", remembers),
     ):
         if not right:
-            raise ValueError(f"retention.rule.{name}: expected {expected}, got {got!r}")
-    for name, given in (("valid", valid), ("gate_sums", gate_sums)):
+            raise ValueError(f"retention.rule.{name}: expected {expected}, got {value!r}")
+    for other, given in (("valid", valid), ("gate_sums", gate_sums)):
         if given is not None:
-            raise ValueError(f"{name}: expected None with retention (positions are ages), got {type(given).__name__}")
+            raise ValueError(f"{other}: expected None with retention (positions are ages), got {type(given).__name__}")

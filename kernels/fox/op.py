@@ -89,9 +89,11 @@ def _searched(given: FoxOperands) -> bool:
     return searched(given.q.shape, given.k.shape[1], given.options.bound, machine(given.q.device))
 
 
-def _later(a: Some, b: Tensor) -> Tensor:
+def _later(a: Some, b: Some) -> Some:
     """The later of two first visible keys, [B or 1, H or 1, S]."""
-    return b if a is None else torch.maximum(a, b)
+    if a is None or b is None:
+        return b if a is None else a
+    return torch.maximum(a, b)
 
 
 def _forward(x: FoxForward) -> Attended:

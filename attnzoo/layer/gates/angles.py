@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.base import GateProjection, Sizes, Strength, Write
 from attnzoo.layer.gates.decay import StepSize
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.modules import ShortConvolution, l2_normalize, softplus
@@ -142,7 +142,9 @@ class Mamba3Decay(StepSize):
             write = torch.stack([own * dt, (1 - own) * dt], -1)
         return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), write
 
-    def written(self, k: Tensor, v: Tensor, gate: Gate, write: Write, stream: Stream) -> tuple[Tensor, Tensor, Write]:
+    def written(
+        self, k: Tensor, v: Tensor, gate: Gate, write: Strength, stream: Stream
+    ) -> tuple[Tensor, Tensor, Strength]:
         if self.trap_proj is None:
             return k, v, write
         assert isinstance(write, Tensor)

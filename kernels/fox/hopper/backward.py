@@ -121,7 +121,7 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     gate, has_sink = gate_kind(log_decay), sink is not None
     do = describable(do)
     n_t = cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
-    rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
+    of_rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
     sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse
     has_row = has_sink or (gate != 0 and dlse is not None)
     drow = torch.empty_like(lse) if has_row else None
@@ -132,7 +132,7 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
     fox_bwd_rows_kernel[(B * H * (n_t * t.BT // 64),)](
-        o, o if o_rest is None else o_rest, do, lse, lse if dlse is None else dlse, rows, delta, p_w, *gates,
+        o, o if o_rest is None else o_rest, do, lse, lse if dlse is None else dlse, of_rows, delta, p_w, *gates,
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     if first_visible is not None or first_computed is not None:
         bounds = key_bounds(first_visible, first_computed, B, T, H, S)
         end, opened = bounds.end, bounds.open
-    d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
+    d_rows = [plain_descriptor(y, [1, t.BT]) for y in (of_rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
     n_s, heads = cdiv(S, t.BS), B * H if apart else B * G
     if apart:  # query heads add up their parts of dk and dv in float32, tile by tile

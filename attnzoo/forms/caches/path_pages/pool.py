@@ -260,8 +260,8 @@ class CarriedPool(KeyPool):
         """Carry keys over the first ``kept[b]`` tokens of a step that did not; the device's lengths count them."""
         T = k.shape[1]
         if impl == "reference":
-            tokens = Factors.of(k, gate, None)._replace(counts=kept.tolist())
-            self._carry(tokens, (self.length - kept).tolist())
+            factors = Factors.of(k, gate, None)._replace(counts=kept.tolist())
+            self._carry(factors, (self.length - kept).tolist())
             return
         from attnzoo.kernels.decode import paged_path_carry
 

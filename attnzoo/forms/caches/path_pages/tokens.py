@@ -25,10 +25,11 @@ class Factors(NamedTuple):
     def of(k: Tensor, gate: Gate, valid: Tensor | None) -> Factors:
         """By ``valid [B, T]`` bool, None for all."""
         order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
-        x = (k, cast(Tensor, gate.w), cast(Tensor, gate.beta))
-        if valid is not None:
-            x = tuple(y.gather(1, order.view(*order.shape, *(1,) * (y.ndim - 2)).expand_as(y)) for y in x)
-        return Factors(*x, counts)
+
+        def first(x: Tensor) -> Tensor:
+            return x if valid is None else x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
+
+        return Factors(first(k), first(cast(Tensor, gate.w)), first(cast(Tensor, gate.beta)), counts)
 
     def slice(self, start: int, stop: int) -> Factors:
         """The tokens from ``start`` to ``stop``."""
@@ -57,7 +58,9 @@ class Recent:
     def select(self, index: Tensor) -> Recent:
         """The record for the sequences ``index``."""
         rows = index.tolist()
-        tokens = (Factors(*(x[index] for x in one[:3]), [one.counts[b] for b in rows]) for one in self.tokens)
+        tokens = (
+            Factors(one.k[index], one.w[index], one.beta[index], [one.counts[b] for b in rows]) for one in self.tokens
+        )
         return Recent(tuple(self.lengths[b] for b in rows), self.keys[index], self.factor[index], tuple(tokens))
 
 
