@@ -46,23 +46,26 @@ def attend_carried(
     back = block.q.unflatten(1, (G, R))  # [B, G, R, C, K], at the start of these tokens
     rank = torch.arange(C, device=device).expand(B, C) if valid is None else valid.cumsum(1) - 1
     at = pool.length.long()[:, None] + rank  # [B, C]
-    opened = pool.length.long() // pool.span  # [B]: the group that is not whole, and those from there on backwards
-    scores, ids = [back[..., :0]], [pool.table[:, :, :0].long()]
-    for n in range(pool.groups_alive()):
-        number = (opened - n)[:, None, None]  # [B, 1, 1]
-        pages = number * each + torch.arange(each, device=device)  # [B, 1, each]
-        table = pool.table.gather(2, pages.clamp(0, pool.table.shape[2] - 1).expand(B, G, each)).long()
-        ids.append(torch.where((pages >= 0) & (pages < pool.table.shape[2]), table, -1))
-        keys = pool.open_keys if not n else pool.k[ids[-1].clamp(min=0)].flatten(2, 3)  # [B, G, S, K]
+    opened = torch.tensor(pool.lengths, device=pool.pages.device)[:, None] // pool.span  # [B, 1]: the open group
+    scores, ids, numbers = [back[..., :0]], [pool.table[:, :, :0].long()], [pool.table[:, 0, :0].long()]
+    for n in range(pool.groups_alive()):  # from there on backwards
+        found, pages = pool.alive_in(opened - n)
+        kept = pages[0] % each  # places in the group of pages that some head has
+        ids.append(found.to(device))
+        numbers.append(pages.to(device))
+        if n:
+            keys = pool.k[ids[-1].clamp(min=0)].flatten(2, 3)  # [B, G, S, K]
+        else:
+            keys = pool.open_keys.unflatten(2, (each, PAGE))[:, :, kept.to(device)].flatten(2, 3)
         scores.append(back @ keys[:, :, None].mT.to(dtype))
+        number = (opened - n).to(device)[..., None]  # [B, 1, 1]
         there = number.clamp(0, pool.factors.shape[2] - 1)[..., None, None].expand(B, G, 1, *pool.open_factor.shape[2:])
         factor = pool.factors.gather(2, there)[:, :, 0] if n else pool.open_factor
         none = (number < pool.base[:, None, None]) if n else (pool.length % pool.span == 0)[:, None, None]
         factor = torch.where(none[..., None], eye_like(factor), factor)
         back = back @ factor[:, :, None].to(dtype)
     found = torch.cat(ids, 2)  # [B, G, L]
-    numbers = opened[:, None] - torch.arange(len(ids) - 1, device=device)  # [B, groups]
-    pages = (numbers[..., None] * each + torch.arange(each, device=device)).flatten(1)[:, None].expand_as(found)
+    pages = torch.cat(numbers, 1)[:, None].expand_as(found)
     index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
     known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
     hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)

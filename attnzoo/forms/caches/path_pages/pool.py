@@ -90,6 +90,19 @@ class CarriedPool(KeyPool):
         reach = 1 + torch.tensor(self.lengths, device=first.device) // self.span - first
         return int(reach.masked_fill(~alive.any(-1), 0).amax())
 
+    def alive_in(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        """The pages of each sequence's group ``number [B, 1]`` that some head of one has, all on the host.
+
+        Returns:
+            The pages ``[B, G, n]`` int64, -1 where a head has none, and their numbers in the sequences, ``[B, n]``.
+        """
+        (B, G, N), each = self.pages.shape, self.group
+        pages = number * each + torch.arange(each, device=number.device)  # [B, each]
+        found = self.pages.long().gather(2, pages.clamp(0, N - 1)[:, None].expand(B, G, each))
+        found = found.masked_fill(((pages < 0) | (pages >= N))[:, None], -1)
+        kept = (found >= 0).any(0).any(0)
+        return found[..., kept], pages[:, kept]
+
     def _grow(self, missing: int, width: int) -> None:
         super()._grow(missing, width)
         groups = -(-self.table.shape[2] * PAGE // self.span)
