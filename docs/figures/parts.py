@@ -13,7 +13,8 @@ from attnzoo import Pair, pairs
 from attnzoo.algebra import parts as declared
 
 # the symbol of what is 0 without a part, and the gate's fields that the part is made of
-PARTS = {declared.PARTS[group[-1]].tex: group for group in declared.groups()}
+GROUPS = [tuple(name for name in group if not declared.PARTS[name].optional) for group in declared.groups()]
+PARTS = {declared.PARTS[group[-1]].tex: group for group in GROUPS}
 HEIGHT, GAP = 0.46, 0.66  # of a pair in a box, between rows
 Set = tuple[str, ...]
 
