@@ -205,7 +205,7 @@ class CarriedPool(KeyPool):
             x = x.gather(1, index.view(shape).expand(-1, -1, *x.shape[2:])).masked_fill(absent.view(shape), 0)
             return cut(heads_first(x, G, dtype), PAGE)
 
-        k, w, beta = map(taken, tokens[:3])  # [B, G, n, PAGE, ...]
+        k, w, beta = (taken(x) for x in (tokens.k, tokens.w, tokens.beta))  # [B, G, n, PAGE, ...]
         block = householder_block(k, k, w, beta)
         factor = cast(Tensor, block.total)
         after = later_factors(factor)
