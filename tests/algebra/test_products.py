@@ -121,8 +121,8 @@ def test_product_equals_oracle_at_real_block_sizes(names: tuple[str, ...], T: in
 
 def matrices(names: tuple[str, ...], gate: Gate, q: Tensor) -> Tensor:
     """R_t ``[B, T, H, K, K]``, the factors multiplied in the order of ``names``."""
-    factors = [PARTS[FACTORS[name][1][0]].matrix for name in names]
-    return reduce(torch.matmul, [cast(Any, factor)(gate, q) for factor in factors])
+    alone = [Gate(**{part: getattr(gate, part) for part in FACTORS[name][1]}) for name in names]
+    return reduce(torch.matmul, [factor.dense(q)[1] for factor in alone])
 
 
 @pytest.mark.parametrize("regime", ["mixed", "closing"])
