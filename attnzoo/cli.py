@@ -276,7 +276,7 @@ def search(config: str, overrides: tuple[str, ...]) -> None:
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
 @config_argument
 @overrides_argument
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at a time, on all GPUs.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at a time, each on a GPU.")
 def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     """Train several variants on one budget and write a report.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ def built_in(command: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((CONFIGS / command).glob("*.yaml"))}
 
 
-def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
+def find_config(config: str | Path, command: str, also: Sequence[str] = ()) -> Path | Mapping[str, Any]:
     """The configuration that ``config`` names: a file of that path, else a built-in one, else a preset's settings.
 
     Args:
         config: path or name.
         command: the command that reads it, ``train`` (for which there are presets, :mod:`attnzoo.models.presets`) or
             ``compare``.
+        also: names of other things that the caller would have taken, for the error.
 
     Raises:
         FileNotFoundError: neither exists; the built-in names are listed, and the nearest one is named.
@@ -45,9 +46,9 @@ def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
         goes_on, source = shlex.join(["attnzoo", "train", str(run)]), shlex.quote(f"data.source={config}")
         how = f"`{goes_on}` goes on with this run" if run.is_file() else f"{source} trains on it"
         raise FileNotFoundError(f"{str(config)!r} is a folder: expected a configuration; {how}")
-    close = nearest(Path(config).stem, [*known, *names])
-    also = ", or a preset (`attnzoo list --presets`)" if names else ""
+    close = nearest(Path(config).stem, [*known, *names, *also])
+    or_preset = ", or a preset (`attnzoo list --presets`)" if names else ""
     raise FileNotFoundError(
         f"no configuration file {str(config)!r}, and none of that name is built in: expected a path or one of "
-        f"{', '.join(known)}{also}" + (f"; did you mean {close!r}?" if close else "")
+        f"{', '.join([*known, *also])}{or_preset}" + (f"; did you mean {close!r}?" if close else "")
     )

@@ -244,7 +244,7 @@ def _list_kinds(context: click.Context, on: bool) -> None:
     from attnzoo.terminal import console, new_table, print_table
 
     differs = "what differs, or why it does not load"
-    table = new_table("model_type", "becomes", differs, prose=[differs])
+    table = new_table("model_type", "becomes", differs, prose=["becomes", differs])
     for kind, row in (BECOMES | {kind: ("-", why) for kind, why in WITHOUT.items()}).items():
         table.add_row(kind, *row)
     print_table(table, console())

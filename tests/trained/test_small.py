@@ -120,6 +120,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_small_model(made, monkeypa
     monkeypatch.setattr(trained_model, "SMALL", made / "packed")
     with pytest.raises(FileNotFoundError, match="did you mean 'fox-small'"):
         load_text_model("fox-smal", "cpu")
+    with pytest.raises(FileNotFoundError, match="one of .*, fox-small, .*did you mean 'fox-small'"):
+        find_model("fox-smal")
 
 
 def test_a_folder_of_that_name_goes_before_the_small_model(made, monkeypatch, tmp_path):

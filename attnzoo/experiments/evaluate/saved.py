@@ -40,7 +40,7 @@ def find_model(what: str, device: str = "cpu", dtype: torch.dtype | None = None)
     if Path(what).is_dir() or what in small_models():
         return load_trained(what, device, dtype)
     try:
-        found = find_config(what, "train")
+        found = find_config(what, "train", also=small_models())
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no folder {what!r}; {error}") from error
     return fresh_model(what, load_config(found), device, dtype)
