@@ -325,7 +325,7 @@ class CarriedPool(KeyPool):
             if not n:
                 self.open_keys.copy_(one.keys)
                 self.open_factor.copy_(one.factor)
-            before = list(one.lengths)
+            before = [min(start, m) for start, m in zip(one.lengths, lengths, strict=True)]
             for tokens in one.tokens:
                 counts = [min(c, max(0, m - s)) for c, m, s in zip(tokens.counts, lengths, before, strict=True)]
                 kept = tokens._replace(counts=counts)
