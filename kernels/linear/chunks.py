@@ -1,8 +1,9 @@
 """The kernels of a scalar decay over chunks of tokens: states between chunks, outputs, and all gradients.
 
-Within a chunk the running sum of gates starts anew, so no difference of sums grows with the text. A closed gate, and
-the begin of a packed sequence, adds nothing to the sum; it moves ``since``, the first token of the chunk that a row
-sees, which is -1 where the row sees what came before the chunk. So no difference is inf - inf.
+Within a chunk the running sum of gates starts anew, so no difference of sums grows with the text. A gate that is closed
+or leaves nothing in float32, and the begin of a packed sequence, adds nothing to the sum; it moves ``since``, the first
+token of the chunk that a row sees, which is -1 where the row sees what came before the chunk. So no difference is
+inf - inf, and none is rounded as a large gate before it would have it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, po
 from attnzoo.kernels.linear.segments import left_before, needed, needed_by_others, spans, split
 
 CHUNK = 64  # tokens
+NOTHING = tl.constexpr(-150.0)  # 2**-150 is 0 in float32
 
 
 class ChunkTiles(NamedTuple):
@@ -55,6 +57,8 @@ def chunk_gates_kernel(
     i_b, o_h, o_t = (i_p // n_h).to(tl.int64), i_p % n_h * BH + tl.arange(0, BH), tl.arange(0, C)
     o_pos = i_n * C + o_t
     b_g, m_closed = load_gates(p_g + i_b * stride_b, o_pos, o_h, T, H, stride_t, stride_h)
+    m_closed |= b_g <= NOTHING
+    b_g = tl.where(m_closed, 0.0, b_g)
     b_since = tl.associative_scan(tl.where(m_closed, o_t[:, None], -1), 0, maximum)  # [C, BH]
     if HAS_DOC:
         b_doc = tl.load(p_doc + tl.minimum(o_pos, T - 1)) - i_n * C

@@ -76,6 +76,16 @@ def off(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]
     return {name: error for name, error in errors.items() if not error <= CLOSE}
 
 
+def test_a_gate_that_leaves_nothing_costs_later_tokens_no_digits() -> None:
+    """A sum that it stays in would be rounded to 1/1024 from there on."""
+    q, k, v, g, state = inputs_of(Shape(1, 40, 1, 1, 16, 16))
+    g[:, [1, 20]] = torch.tensor([-9999.0, -105.0], device=DEVICE)[:, None]  # type: ignore[index]
+    leaves, do, dlast = (q, k, v, g, state), torch.randn_like(v), torch.randn_like(state)
+    wide = [None if x is None else x.double() for x in leaves]
+    expected = differentiated(exactly, wide, do.double(), dlast.double())
+    assert off(differentiated(lambda *x: linear_chunks(*x, keeps_state=True), leaves, do, dlast), expected) == {}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s[:7])))
 def test_values_states_and_gradients_are_those_of_the_recurrence(shape: Shape) -> None:
     leaves = inputs_of(shape)
