@@ -62,7 +62,8 @@ def carried_states(
     N = updates.shape[2]
     steps = N + 1
     if readable(by_rows):
-        lags = (torch.arange(N + 1)[:, None] - torch.arange(N + 1)).to(by_rows.device)
+        at = torch.arange(N + 1, device=by_rows.device)
+        lags = at[:, None] - at
         steps = 1 + int(torch.where(by_rows.tril() | by_columns, lags, -1).amax())
     carried, found = torch.cat([first[:, :, None], updates], 2), torch.zeros_like(updates[:, :, :1])
     found = found.expand(-1, -1, N + 1, -1, -1)

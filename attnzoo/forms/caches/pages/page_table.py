@@ -200,7 +200,7 @@ class Pages:
         G, (now, more) = self.table.shape[1], self.pages.new_tensor([self.lengths, list(counts)]).long()
         opened = now.new_tensor([self.open_page(n) for n in self.lengths])
         written = ((now > opened * PAGE) & (more > 0)).nonzero()[:, 0]  # sequences that write to pages that they have
-        numbers = opened[written, None] + torch.arange(max(1, self.group))  # [w, pages of a group]
+        numbers = opened[written, None] + torch.arange(max(1, self.group), device=now.device)  # [w, pages of a group]
         places = numbers.clamp(max=self.pages.shape[2] - 1)[:, None].expand(-1, G, -1)
         ids = self.pages[written].long().gather(2, places)
         there = (numbers * PAGE < now[written, None])[:, None] & (ids >= 0)
