@@ -75,8 +75,10 @@ CASES |= {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2, biases, yarn": ("Olmo2", {"attention_bias": True, "rope_parameters": YARN}),
-    "olmo3": ("Olmo3", {**WINDOWS, "num_hidden_layers": 4, "rope_scaling": BEYOND}),
-    "olmo3, other layers": ("Olmo3", {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"]}),
+    "olmo3": ("Olmo3", {**WINDOWS, "num_hidden_layers": 4, "rope_scaling": BEYOND, "rope_theta": 5e5}),
+    "olmo3, other layers": (
+        "Olmo3", {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"], "rope_theta": 5e5},
+    ),
     "gemma3": (
         "Gemma3Text", {**WINDOWS, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 30,
                        "rope_theta": 900.0, "rope_local_base_freq": 30.0, "rope_scaling": STRETCHED},
