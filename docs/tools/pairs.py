@@ -13,6 +13,7 @@ from attnzoo.equations import page_of
 from attnzoo.registry import PAIRS
 
 MATRICES = {name: part.letter for name, part in PARTS.items() if part.letter}
+MOVED = {"log_decay", "log_diag", "angle", "w", "beta"}  # what the interactive page has controls for
 
 
 def _constant(pair: Pair) -> bool:
@@ -20,11 +21,16 @@ def _constant(pair: Pair) -> bool:
     return pair.g.startswith("-")
 
 
+def moved() -> list[Pair]:
+    """The pairs of the interactive page."""
+    return [pair for pair in pairs() if set(pair.requires) <= MOVED]
+
+
 def script() -> str:
     """JavaScript that says which parts the gate of each pair has."""
     table = [
         {"linear": pair.linear, "softmax": pair.softmax, "requires": pair.requires, "constant": _constant(pair)}
-        for pair in pairs()
+        for pair in moved()
     ]
     return f"window.zooPairs = {json.dumps(table)};\n"
 
@@ -62,7 +68,7 @@ def _in_tex(part: str) -> str:
 def equations() -> str:
     """The equation of every pair, in Markdown; the page's script shows one at a time."""
     shown = [
-        f'<div data-pair="{pair.softmax}" id="{pair.softmax}" markdown>$${equation(pair)}$$</div>' for pair in pairs()
+        f'<div data-pair="{pair.softmax}" id="{pair.softmax}" markdown>$${equation(pair)}$$</div>' for pair in moved()
     ]
     return "\n".join(['<div class="equation" markdown>', *shown, "</div>"])
 
