@@ -39,12 +39,13 @@ class LastRows:
 
     def take(self, x: Tensor) -> Tensor:
         """``x [B, T, ...]`` in this order."""
-        return x if self.order is None else _ordered(x, self.order)
+        return x if self.order is None else ordered(x, self.order)
 
     def put(self, x: Tensor) -> Tensor:
         """``x [B, T, ...]``, which is in this order, as it was."""
-        return x if self.order is None else _ordered(x, self.order.argsort(1))
+        return x if self.order is None else ordered(x, self.order.argsort(1))
 
 
-def _ordered(x: Tensor, order: Tensor) -> Tensor:
+def ordered(x: Tensor, order: Tensor) -> Tensor:
+    """``x [B, T, ...]`` with its tokens in the order ``[B, n]``."""
     return x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))

@@ -25,6 +25,7 @@ from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.page_table import CHUNK, Pages, PoolSizes, resized
 from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest, pool_of
+from attnzoo.forms.caches.pages.present_tokens import ordered
 from attnzoo.forms.caches.path_pages.attention import attend_carried
 from attnzoo.forms.caches.path_pages.factors import eye_like, later_factors, open_group, wide
 from attnzoo.forms.caches.path_pages.tokens import Factors, Recent, last_tokens, path_tokens
@@ -281,7 +282,7 @@ class CarriedPool(KeyPool):
         order = (torch.arange(T, device=k.device) - (T - kept[:, None])).clamp(min=0)  # these tokens last
 
         def last(x: Tensor) -> Tensor:
-            return x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
+            return ordered(x, order)
 
         tokens = path_tokens(last(k.to(self.k.dtype)), Gate(w=gate.w, beta=gate.beta).map(last), kept.int())
         paged_path_carry(tokens, self.state(), self.groups)

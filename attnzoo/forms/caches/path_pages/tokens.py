@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.forms.caches.pages.present_tokens import in_front
+from attnzoo.forms.caches.pages.present_tokens import in_front, ordered
 from attnzoo.kernels.decode.path_state import PathTokens
 
 
@@ -27,7 +27,7 @@ class Factors(NamedTuple):
         order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
 
         def first(x: Tensor) -> Tensor:
-            return x if valid is None else x.gather(1, order.view(*order.shape, *(1,) * (x.ndim - 2)).expand_as(x))
+            return x if valid is None else ordered(x, order)
 
         return Factors(first(k), first(cast(Tensor, gate.w)), first(cast(Tensor, gate.beta)), counts)
 
