@@ -135,6 +135,7 @@ LISTS = {  # where names of several parts stand together, and why
     "algebra.parts": "the declaration",
     "registry": "the table of pairs",
     "evaluation.pruning": "what the kernels' counts of blocks read",
+    "docs.tools.pairs": "what the interactive page has controls for",
     "forms.backends.recurrent": "what a kernel reads",
     "forms.backends.fox_path": "what a kernel reads",
     "forms.backends.wall": "what a kernel reads",
