@@ -14,9 +14,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.sums import power_of_2
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums, with_own_scores
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 
 LEAF = 2  # tokens of the smallest group
 SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflow in float32

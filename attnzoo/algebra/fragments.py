@@ -19,7 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import HeadGate, Identity, Transition, cut, edge_decay
+from attnzoo.algebra.block_decay import edge_decay
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, cut
 
 BLOCK = 64  # tokens whose closed form is written out at once
 

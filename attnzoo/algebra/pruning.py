@@ -19,8 +19,8 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.gate import is_closed
-from attnzoo.algebra.transitions import open_sums
 from attnzoo.algebra.validation import check_flag
 from attnzoo.errors import unknown
 

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import CLOSED, Gate, GateParts, is_closed
+from attnzoo.algebra.gate import Gate, GateParts
 from attnzoo.algebra.parts import PARTS, in_product
-from attnzoo.algebra.sums import power_of_2, running_sum
-from attnzoo.algebra.values import readable
+from attnzoo.algebra.sums import power_of_2
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,74 +310,6 @@ def _rows_times(x: Tensor, blocks: Tensor) -> Tensor:
         return x @ blocks[..., 0, :, :]
     rows: Tensor = x.unflatten(-1, blocks.shape[-3:-1])[..., None]  # [..., m, K/P, P, 1]
     return (rows * blocks[..., None, :, :, :]).sum(-2).flatten(-2)
-
-
-@dataclass(frozen=True)
-class Decay:
-    """Log-decays inside a block, exact for closed gates.
-
-    Args:
-        entry: ``g_1 + ... + g_i``, ``[..., C]``.
-        exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
-        total: ``g_1 + ... + g_C``, ``[...]``.
-        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; 0 on and above the diagonal.
-    """
-
-    entry: Tensor
-    exit: Tensor
-    total: Tensor
-    between: Tensor
-
-
-def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Running sum of the open gates in float64, and running count of the closed ones (None where no gate is closed).
-
-    The log-decay between two tokens is the difference of their sums where their counts agree, else -inf; so inf - inf
-    never occurs. In float32 every difference would carry the rounding error of the whole sum.
-    """
-    if readable(g) and g.numel() and g.detach().amin().item() > CLOSED:
-        return running_sum(g, dim, torch.float64), None
-    closed = is_closed(g)
-    return running_sum(g.masked_fill(closed, 0.0), dim, torch.float64), closed.cumsum(dim)
-
-
-def block_decay(g: Tensor) -> Decay:
-    """The :class:`Decay` of gates ``[..., C]``."""
-    sums, closed = open_sums(g)
-    return Decay(*_edges(sums, closed, g.dtype), between=_between(sums, closed, g.dtype))
-
-
-def edge_decay(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``entry``, ``exit`` and ``total`` of the :class:`Decay` of gates ``[..., C]`` alone."""
-    return _edges(*open_sums(g), g.dtype)
-
-
-def _edges(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    entry, exit, total = sums.to(dtype), (sums[..., -1:] - sums).to(dtype), sums[..., -1].to(dtype)
-    if closed is not None:
-        entry = entry.masked_fill(closed > 0, -torch.inf)
-        exit = exit.masked_fill(closed != closed[..., -1:], -torch.inf)
-        total = total.masked_fill(closed[..., -1] > 0, -torch.inf)
-    return entry, exit, total
-
-
-def decay_between(g: Tensor) -> Tensor:
-    """``between`` of the :class:`Decay` of gates ``[..., C]`` alone, ``[..., C, C]``."""
-    sums, closed = open_sums(g)
-    return _between(sums, closed, g.dtype)
-
-
-def _between(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> Tensor:
-    between = _differences(sums, dtype).tril_(-1)
-    return between if closed is None else between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf)
-
-
-def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """The differences ``c_i - c_j`` of float64 running sums c, ``[..., C, C]`` in ``dtype``, without a float64
-    matrix."""
-    rounded = sums.to(dtype)
-    error = (sums - rounded).to(dtype)
-    return (rounded[..., :, None] - rounded[..., None, :]).add_(error[..., :, None]).sub_(error[..., None, :])
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

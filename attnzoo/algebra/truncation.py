@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import Decay, decay_between
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
-from attnzoo.algebra.transitions import Decay, decay_between
 from attnzoo.algebra.values import readable
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums, scaled_queries
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, scaled_queries
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions, existing
 from attnzoo.forms.readout import Band, logits_of

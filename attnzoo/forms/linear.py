@@ -10,19 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import Decay, block_decay, decay_between
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.transitions import (
-    ClosedForm,
-    Decay,
-    HeadGate,
-    Transition,
-    block_decay,
-    compute_dtype,
-    cut,
-    decay_between,
-    heads_first,
-)
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, compute_dtype, cut, heads_first
 from attnzoo.algebra.truncation import carried_states
 from attnzoo.algebra.values import readable
 from attnzoo.forms.caches.inplace import BatchRows, MatrixMemory

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import block_decay, decay_between
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.sums import sum_to_the_end
-from attnzoo.algebra.transitions import block_decay, decay_between
 from attnzoo.algebra.values import readable
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT

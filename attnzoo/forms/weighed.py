@@ -9,17 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import decay_between
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.readout import Readout, Scores, both_ways
-from attnzoo.algebra.transitions import (
-    HeadGate,
-    Identity,
-    Transition,
-    compute_dtype,
-    decay_between,
-    heads_first,
-    scaled_queries,
-)
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first, scaled_queries
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.readout_state import ReadoutState, SlotMemory, WeighedMemory
 from attnzoo.forms.caches.state import KVCache, append, append_valid

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, keys_behind_closed
-from attnzoo.algebra.transitions import heads_first, open_sums, scaled_queries
+from attnzoo.algebra.transitions import heads_first, scaled_queries
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.readout import logits_of
 from attnzoo.parallel.collectives import Works, swap

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnzoo import Gate, get, list_variants
+from attnzoo.algebra.block_decay import block_decay
 from attnzoo.algebra.diagonal import Diagonal
-from attnzoo.algebra.transitions import HeadGate, block_decay
+from attnzoo.algebra.transitions import HeadGate
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention
 from attnzoo.samples import random_inputs

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, oracle
+from attnzoo.algebra.block_decay import block_decay
 from attnzoo.algebra.pruning import certified_starts
-from attnzoo.algebra.transitions import block_decay
 from attnzoo.algebra.truncation import kept_chunks
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.deltanet import Householder

@@ -9,16 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import block_decay
 from attnzoo.algebra.gate import expand_heads, is_closed
-from attnzoo.algebra.transitions import (
-    HeadGate,
-    Identity,
-    Transition,
-    block_decay,
-    compute_dtype,
-    heads_first,
-    scaled_queries,
-)
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first, scaled_queries
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
 from attnzoo.forms.caches.state import KVCache

@@ -7,8 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.block_decay import block_decay
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import block_decay, heads_first
+from attnzoo.algebra.transitions import heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.caches.pages.page_table import PAGE
 from attnzoo.forms.caches.path_pages.factors import eye_like
