@@ -10,7 +10,8 @@ from torch import Tensor
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, cdiv
 from attnzoo.kernels.common.named_op import NamedOp
-from attnzoo.kernels.linear.chunks import CHUNK, Chunked, ChunkGates, chunk_gates, gradients, outputs, states
+from attnzoo.kernels.linear.chunk_backward import gradients
+from attnzoo.kernels.linear.chunks import CHUNK, Chunked, ChunkGates, chunk_gates, outputs, states
 
 Some = Tensor | None
 
