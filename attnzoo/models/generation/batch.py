@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.errors import check_kinds
 from attnzoo.forms.caches.device_memory import GIB, check_memory, size_of
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
@@ -24,6 +26,40 @@ from attnzoo.models.generation.request import Request
 from attnzoo.models.generation.sampling import GREEDY, Samplers
 
 COUNTED = 64  # rows
+logger = logging.getLogger(__name__)
+
+
+class StepOptions(NamedTuple):
+    """The options of a batch's caches and steps, as :class:`~attnzoo.models.generation.engine.Generator` takes them."""
+
+    evict: float | str | Evict | None = None
+    budget: int | str | None = None
+    kv_dtype: str | None = None
+    graph: bool | None = None
+    compile: bool = False
+    fuse: bool = False
+
+    def decided(self, device: torch.device) -> StepOptions:
+        """The same options, checked, with ``graph`` a choice for this device.
+
+        Raises:
+            TypeError, ValueError: options of other kinds, or a graph where there can be none.
+        """
+        switches = {"graph": "bool | None", "compile": "bool", "fuse": "bool"}
+        check_kinds({name: getattr(self, name) for name in switches}, switches)
+        if self.kv_dtype not in (None, "fp8"):
+            raise ValueError(f"kv_dtype: expected 'fp8' or None, got {self.kv_dtype!r}")
+        on_gpu = device.type == "cuda"
+        if self.graph and not on_gpu:
+            raise ValueError(f"graph: expected None or False on {device} (only a GPU has graphs), got True")
+        if self.evict is None or not Evict.of(self.evict).offload:
+            return self._replace(graph=on_gpu if self.graph is None else self.graph)
+        why = "which keys must come back from the host is known only within a step"
+        if self.graph:
+            raise ValueError(f"graph: expected None or False with evict='offload' ({why}), got True")
+        if on_gpu:
+            logger.info("a step is no CUDA graph with evict='offload': %s", why)
+        return self._replace(graph=False)
 
 
 class Batch:
@@ -32,8 +68,8 @@ class Batch:
     Args:
         model: in evaluation mode.
         size: B, the number of rows.
-        max_tokens, evict, budget, kv_dtype, compile, fuse: see :class:`~attnzoo.models.generation.engine.Generator`.
-        graph: whether a step is captured as a CUDA graph.
+        max_tokens: of the longest sequence, its prompt included.
+        options: after :meth:`StepOptions.decided`.
 
     Attributes:
         rows: the rows' lengths, and which hold a sequence.
@@ -46,27 +82,17 @@ class Batch:
         MemoryError: see :class:`~attnzoo.models.generation.engine.Generator`.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        size: int,
-        max_tokens: int,
-        *,
-        evict: float | str | Evict | None,
-        budget: int | str | None,
-        kv_dtype: str | None,
-        graph: bool,
-        compile: bool,
-        fuse: bool,
-    ) -> None:
+    def __init__(self, model: LanguageModel, size: int, max_tokens: int, options: StepOptions) -> None:
         self.model, self.device = model, model.embedding.weight.device
         if max_tokens > (known := model.config.learned_positions or max_tokens):
             raise ValueError(f"max_tokens: expected at most {known} (learned_positions), got {max_tokens}")
-        self.evict, self.budget, self.graphed = evict, budget, graph
-        self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
+        self.options, self.graphed, eight_bits = options, bool(options.graph), options.kv_dtype is not None
+        self._block: Callable[..., tuple[Tensor, Tensor]] = _block
+        if options.compile:
+            self._block = torch.compile(_block, dynamic=False)
         self.blocks, self.products = list(model.blocks), list[StackedMaps]()
-        layers = self._layers(size, max_tokens, fuse, kv_dtype is not None)
-        self.rows = BatchRows.idle(size, self.device, kv_dtype is not None)
+        layers = self._layers(size, max_tokens)
+        self.rows = BatchRows.idle(size, self.device, eight_bits)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
@@ -74,15 +100,15 @@ class Batch:
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (sampler's needs, tokens of a step)
         self._places: list[int] = []
         self._longest = 1  # tokens of a step that the caches are ready for
-        if graph:
+        if self.graphed:
             self._warm_up(GREEDY, 1, 2)
 
     @torch.no_grad()
-    def _layers(self, size: int, max_tokens: int, fuse: bool, eight_bits: bool) -> list[tuple[Attention, LayerCache]]:
+    def _layers(self, size: int, max_tokens: int) -> list[tuple[Attention, LayerCache]]:
         """The attention layers, each with its cache after one token; checks that the caches of all rows fit."""
-        like = self.model.new_cache(self.evict, self.budget)
+        eight_bits, like = self.options.kv_dtype is not None, self.model.new_cache(*self.options[:2])
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
-        if fuse:
+        if self.options.fuse:
             self.blocks, self.products = fused(self.blocks, one)
         else:
             one()

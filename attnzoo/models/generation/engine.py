@@ -19,7 +19,7 @@ from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.generation.batch import Batch
+from attnzoo.models.generation.batch import Batch, StepOptions
 from attnzoo.models.generation.delivery import Delivery
 from attnzoo.models.generation.prefill import Prefill
 from attnzoo.models.generation.proposals import Draft
@@ -77,36 +77,13 @@ class Generator:
             raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
         counts = {"max_sequences": max_sequences, "max_tokens": max_tokens, "check_every": check_every}
         check_kinds(counts, dict.fromkeys(counts, "int"))
-        switches = {"graph": "bool | None", "compile": "bool", "fuse": "bool"}
-        check_kinds({"graph": graph, "compile": compile, "fuse": fuse}, switches)
-        if kv_dtype not in (None, "fp8"):
-            raise ValueError(f"kv_dtype: expected 'fp8' or None, got {kv_dtype!r}")
         for name, number in counts.items():
             if number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         self.device = model.embedding.weight.device
-        if graph and self.device.type != "cuda":
-            raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
-        if evict is not None and Evict.of(evict).offload:
-            why = "which keys must come back from the host is known only within a step"
-            if graph:
-                raise ValueError(f"graph: expected None or False with evict='offload' ({why}), got True")
-            if self.device.type == "cuda":
-                logger.info("a step is no CUDA graph with evict='offload': %s", why)
-            graph = False
+        options = StepOptions(evict, budget, kv_dtype, graph, compile, fuse).decided(self.device)
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
-        graphed = self.device.type == "cuda" if graph is None else graph
-        self.batch = Batch(
-            self.model,
-            max_sequences,
-            max_tokens,
-            evict=evict,
-            budget=budget,
-            kv_dtype=kv_dtype,
-            graph=graphed,
-            compile=compile,
-            fuse=fuse,
-        )
+        self.batch = Batch(self.model, max_sequences, max_tokens, options)
         self.prefill = Prefill(self.model, evict, budget)
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences

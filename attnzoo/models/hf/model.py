@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.pruning import Evict
-from attnzoo.algebra.values import has_values, reads_values
+from attnzoo.algebra.values import reads_values
 from attnzoo.layer.cache import AllOrNone
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import RotaryAngles
@@ -25,7 +25,7 @@ from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
 from attnzoo.models.hf.config import CACHE_NAMES, AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, release, request_of, run
 from attnzoo.models.hf.keywords import check_keywords
-from attnzoo.models.hf.positions import borders, check_rising, check_shape, follow
+from attnzoo.models.hf.positions import read_places
 from attnzoo.models.loss import IGNORED
 from attnzoo.models.swap import Unfilled, by_projection
 from attnzoo.precision import PreciseModule
@@ -304,21 +304,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         recomputed = self.gradient_checkpointing and training
         if recomputed and cache is not None:  # the second run would add the tokens again
             raise ValueError(f"use_cache, {NAME}: expected neither with gradient checkpointing in training")
-        attention_mask = _whole(attention_mask)
-        positions, origin = kwargs.pop("position_ids", None), None
-        empty = cache is None or cache.get_seq_length() == 0
-        if empty and (positions is not None or cu_seq_lens_q is not None) and _is_full(attention_mask):
-            attention_mask = None  # collators also pass a mask beside packed sequences
-        if positions is not None:
-            batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
-            if attention_mask is None and cu_seq_lens_q is None and empty:
-                cu_seq_lens_q = borders(positions)
-            if cu_seq_lens_q is not None:
-                check_rising(positions, cu_seq_lens_q)
-            else:
-                origin = follow(positions, batch, attention_mask, cache)
-            if origin is not None and self.model.positions is not None and bool((origin != 0).any()):
-                raise ValueError(f"position_ids: expected positions from 0, which are learned, got {origin.tolist()}")
+        positions, given = kwargs.pop("position_ids", None), input_ids if inputs_embeds is None else inputs_embeds
+        attention_mask, cu_seq_lens_q, origin = read_places(attention_mask, cu_seq_lens_q, positions, given, cache)
+        if origin is not None and self.model.positions is not None and bool((origin != 0).any()):
+            raise ValueError(f"position_ids: expected positions from 0, which are learned, got {origin.tolist()}")
         if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:
             raise ValueError(
                 "seq_idx: expected position_ids or cu_seq_lens_q beside it, which say where packed sequences start"
@@ -383,21 +372,6 @@ def _gives_tokens_back(block: Any) -> bool:
     turning = any("angle" in gate.provides and not isinstance(gate, RotaryAngles) for gate in gates)
     kept = carried or windows or turning
     return attention.variant.side == "softmax" and not kept and attention.forget is None
-
-
-def _is_full(mask: Tensor | None) -> bool:
-    """Whether a mask [B, T] has no padding; also read on a GPU, since it decides what is refused beside it."""
-    return mask is not None and mask.ndim == 2 and has_values(mask) and bool(mask.all())
-
-
-def _whole(mask: Tensor | None) -> Tensor | None:
-    """A token mask of floats 0 and 1 as bools; other masks are refused."""
-    if mask is None or not mask.is_floating_point():
-        return mask
-    # on a GPU, too: other models add float masks to the logits
-    if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
-    return mask == 1
 
 
 def _places(config: AttnzooConfig) -> dict[str, str]:

@@ -1,12 +1,52 @@
-"""`position_ids`: read as borders of packed sequences, else only checked, as layers count the tokens themselves."""
+"""`position_ids` and masks: read as borders of packed sequences, else only checked, as layers count the tokens."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.values import reads_values
+from attnzoo.algebra.values import has_values, reads_values
 from attnzoo.models.hf.cache import ModelCache
+
+
+class Places(NamedTuple):
+    """The places of a call's tokens, as the decoder takes them.
+
+    Args:
+        mask: of tokens and padding, ``[B, T]`` or with the cached tokens before them; None where all are tokens.
+        cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, or None.
+        origin: the position of each row's first token, ``[B]``; None where it is not known.
+    """
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    origin: Tensor | None
+
+
+def read_places(
+    mask: Tensor | None, cu_seqlens: Tensor | None, positions: Tensor | None, given: Tensor | None,
+    cache: ModelCache | None,
+) -> Places:  # fmt: skip
+    """The places of the tokens ``given`` (or of their embeddings), by the mask, borders and positions of a call.
+
+    Raises:
+        ValueError: a mask of other numbers than 0 and 1, or positions of another shape, or that do not fit.
+    """
+    mask = _whole(mask)
+    empty = cache is None or cache.get_seq_length() == 0
+    if empty and (positions is not None or cu_seqlens is not None) and _is_full(mask):
+        mask = None  # collators also pass a mask beside packed sequences
+    if positions is None:
+        return Places(mask, cu_seqlens, None)
+    rows = check_shape(positions, given)
+    if mask is None and cu_seqlens is None and empty:
+        cu_seqlens = borders(positions)
+    if cu_seqlens is None:
+        return Places(mask, None, follow(positions, rows, mask, cache))
+    check_rising(positions, cu_seqlens)
+    return Places(mask, cu_seqlens, None)
 
 
 def check_shape(positions: Tensor, given: Tensor | None) -> int:
@@ -86,6 +126,21 @@ def follow(positions: Tensor, rows: int, mask: Tensor | None, cache: ModelCache 
             f"got {_shown(positions)}"
         )
     return start.where(some, 0 if known is None else known)
+
+
+def _is_full(mask: Tensor | None) -> bool:
+    """Whether a mask [B, T] has no padding; also read on a GPU, since it decides what is refused beside it."""
+    return mask is not None and mask.ndim == 2 and has_values(mask) and bool(mask.all())
+
+
+def _whole(mask: Tensor | None) -> Tensor | None:
+    """A token mask of floats 0 and 1 as bools; other masks are refused."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    # on a GPU, too: other models add float masks to the logits
+    if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
+    return mask == 1
 
 
 def _shown(x: Tensor) -> list[int]:
