@@ -7,19 +7,32 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 
-TUNED = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0))  # capabilities whose tiles were chosen for them
+TUNED = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0))  # capabilities that the tiles of all families were chosen for
 WORDS = {"hopper": "Gluon", "split": "split-key"}  # for kernels that are called otherwise than their launcher
 _said: set[tuple[str, int, str]] = set()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    """The part of a family's plan that is told to the log; plans are cached, and so hashable.
+
+    Attributes:
+        why: why a GPU does without the kernels that are made for its architecture, or "".
+        tuned: whether the family has tiles that were chosen for the GPU's architecture.
+    """
+
+    why: str = ""
+    tuned: bool = False
+
+
 @dataclass(frozen=True, eq=False)  # plans are cached: the same call has the same object
-class Plan:
-    """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
+class Plan(Announced):
+    """The kernels of a call and the tiles of the portable ones.
 
     Attributes:
         forward, backward: names in the family's tables of launchers. The forward "split" divides the keys among
@@ -32,7 +45,6 @@ class Plan:
     backward: str
     keeps_rest: bool
     tiles: tuple[tuple[Kind, Tiles], ...]
-    why: str = ""
 
     def kernels(self, backward: bool) -> str:
         """The kernels that run, in words."""
@@ -62,20 +74,12 @@ def launcher(place: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
-class Decided(Protocol):
-    """A plan of any family as it is announced; plans are cached, and so hashable."""
-
-    @property
-    def why(self) -> str: ...
-    def __hash__(self) -> int: ...
-
-
 @functools.lru_cache(maxsize=1024)
-def announce(family: str, plan: Decided, where: Machine) -> None:
-    """Log a plan once, and once each reason why a Hopper GPU does without its own kernels."""
+def announce(family: str, plan: Announced, where: Machine) -> None:
+    """Log a plan once, and once each reason why a GPU does without the kernels made for it."""
     logger = logging.getLogger(f"attnzoo.kernels.{family}")
     lines = [(logging.INFO, f"{family}: {plan}")]
-    if where.capability not in TUNED:
+    if where.capability not in TUNED and not plan.tuned:
         lines.append((logging.INFO, f"{family}: no tiles are tuned for compute capability {where.capability}"))
     if plan.why:
         lines.append((logging.WARNING, f"{family}: portable kernels on a {where.architecture.title()} GPU: {plan.why}"))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnzoo.kernels.common.launching import cdiv, head_block, power_of_2
+from attnzoo.kernels.common.plans import Announced
 
 MOST_ROWS = 16  # tokens of a step
 _forced: dict[str, int] = {}
@@ -32,7 +33,7 @@ class DecodeCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(Announced):
     """Tiles and programs that read the pages.
 
     Attributes:
@@ -40,7 +41,6 @@ class DecodePlan:
         BS: keys per step; divides a page.
         programs: that share the pages; more than fit on the GPU at a time even out what the shares cost.
         extra: what it costs a program to begin a head, in pages.
-        why: always empty; other families' plans say why a GPU does without its own kernels.
     """
 
     BT: int
@@ -49,7 +49,6 @@ class DecodePlan:
     num_stages: int
     programs: int
     extra: int
-    why: str = ""
 
 
 def workspace(call: DecodeCall, plan: DecodePlan, heads: int, pages: int) -> int:

@@ -27,6 +27,7 @@ BACKWARD = {
     "portable": f"{_HERE}.portable.backward:fox_backward",
     "hopper": f"{_HERE}.hopper.backward:fox_backward_hopper",
 }
+REFUSED = {"hopper": not_gluon}  # why kernels made for one architecture do not serve a call, by that architecture
 SEARCHED_FROM = 1536  # keys: of fewer, what pruning leaves out takes less time than the search for it
 SEARCHED_WORK = 4e10  # products (B H T S K) of whole texts: of fewer, launching takes longer than what is left out
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
@@ -147,9 +148,10 @@ def _plan(call: FoxCall, few: bool, many: bool, machine: Machine, forced: tuple[
     for kind, t in forced:
         if kind != "dkdv" and t.BS > KEY_UNIT:
             raise ValueError(f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {t.BS}")
-    gluon = not_gluon(machine, call.K, call.V, call.dtype, call.portable_alone)
-    here = gluon or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
-    once = gluon or ("the gradient of a constant gate is asked for" if call.lags else "")
+    own, refused = machine.architecture, REFUSED.get(machine.architecture)
+    never = refused(machine, call.K, call.V, call.dtype, call.portable_alone) if refused else "this GPU has none"
+    here = never or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
+    once = never or ("the gradient of a constant gate is asked for" if call.lags else "")
     once = once or ("deterministic algorithms are asked for" if call.deterministic else "")
     rest = call.needs_gate_grad and not once and not {"dq", "dkdv"} & dict(forced).keys()
     backward = once or here or ("tiles are forced" if {"dq", "dkdv"} & dict(forced).keys() else "")
@@ -157,10 +159,10 @@ def _plan(call: FoxCall, few: bool, many: bool, machine: Machine, forced: tuple[
     if few:
         forward = "split"
     elif not here and "fwd" not in dict(forced) and many and max(call.K, call.V) > 64 and not call.masked:
-        forward = "hopper"  # where it is faster, and there are rows for both warpgroups
-    why = (here or backward) if machine.hopper else ""
-    one_pass = not backward and call.needs_key_grads
-    return Plan(forward, "hopper" if one_pass else "portable", rest, tuple(sizes.items()), why)
+        forward = own  # where it is faster, and there are rows for both warpgroups
+    why = (here or backward) if refused else ""
+    back = own if not backward and call.needs_key_grads else "portable"
+    return Plan(forward, back, rest, tuple(sizes.items()), why=why, tuned=own in tiles.tuned)
 
 
 def prune_tiles(T: int, K: int, dtype: torch.dtype, machine: Machine, described: bool = True) -> Tiles:

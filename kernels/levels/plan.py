@@ -50,6 +50,7 @@ BACKWARD = {
     "portable": "attnzoo.kernels.levels.portable.backward:levels_backward",
     "hopper": "attnzoo.kernels.levels.hopper.backward:levels_backward_hopper",
 }
+REFUSED = {"hopper": not_gluon}  # why kernels made for one architecture do not serve a call, by that architecture
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -91,17 +92,18 @@ def _plan(call: LevelsCall, leveled: bool, machine: Machine, forced: tuple[tuple
             got = f"BT={t.BT}, BS={t.BS}"
             raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got {got}")
     kinds = dict(forced).keys()
-    gluon = not_gluon(machine, call.K, call.V, call.dtype, call.portable_alone)
+    own, refused = machine.architecture, REFUSED.get(machine.architecture)
+    never = refused(machine, call.K, call.V, call.dtype, call.portable_alone) if refused else "this GPU has none"
     levels = "" if leveled else "too few tokens for a level"
     here = "" if call.described else "descriptors cannot address v (strides of 16 bytes)"
-    once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
+    once = never or ("deterministic algorithms are asked for" if call.deterministic else "")
     once = once or ("tiles are forced" if {"dq", "dkdv"} & kinds else "")
-    forward = gluon or here or ("tiles are forced" if "fwd" in kinds else "")
+    forward = never or here or ("tiles are forced" if "fwd" in kinds else "")
     forward = forward or ("" if call.K % 8 == 0 else "descriptors cannot address the carried queries")
-    why = (forward or once or here) if machine.hopper and not levels else ""
+    why = (forward or once or here) if refused and not levels else ""
     return Plan(
-        "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
-        call.needs_gate_grad and not once, tuple(sizes.items()), why,
+        "portable" if levels or forward else own, "portable" if levels or once or here else own,
+        call.needs_gate_grad and not once, tuple(sizes.items()), why=why, tuned=own in table.tuned,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from fox_cases import SMALL, Case, inputs, triton
 from attnzoo.kernels.common import checks, plans
 from attnzoo.kernels.common.device import GLUON, Machine, sums_over_loops
 from attnzoo.kernels.common.plans import Plan, announce
+from attnzoo.kernels.fox import plan as fox_plan
 from attnzoo.kernels.fox.plan import FoxCall, heads_apart, override, plan
 
 HOPPER, AMPERE, INTERPRETER = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6)), Machine((0, 0), (3, 7))
@@ -137,6 +138,33 @@ def test_a_call_announces_its_plan(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             triton(case, inputs(case, torch.float32))
     assert sum("forward='portable'" in r.message for r in caplog.records) == 1
+
+
+def test_kernels_for_another_architecture_are_rows_of_the_plans_tables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Launchers, refusals and tiles by the architecture's name are all that a plan and its log ask for."""
+    blackwell, announced = Machine((10, 0), (3, 7)), "no tiles are tuned for compute capability (10, 0)"
+    assert (decide(blackwell).forward, decide(blackwell).backward) == ("portable", "portable")
+    place = fox_plan.FORWARD["portable"]
+    for table, row in (
+        (fox_plan.FORWARD, place), (fox_plan.BACKWARD, place), (fox_plan._TILES.tuned, fox_plan._HOPPER),
+        (fox_plan.REFUSED, lambda machine, K, V, dtype, option: f"no {option}" if option else ""),
+    ):  # fmt: skip
+        monkeypatch.setitem(table, "blackwell", row)
+    fox_plan._plan.cache_clear()
+    try:
+        chosen = decide(blackwell)
+        assert (chosen.forward, chosen.backward, chosen.why) == ("blackwell", "blackwell", "")
+        assert decide(blackwell, portable_alone="softcap").why == "no softcap"
+        with caplog.at_level(logging.INFO, "attnzoo.kernels.fox"):
+            announce("fox", chosen, blackwell)
+        assert "forward='blackwell'" in caplog.text
+        assert announced not in caplog.text
+    finally:
+        fox_plan._plan.cache_clear()
+        plans._said.clear()
+        announce.cache_clear()
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

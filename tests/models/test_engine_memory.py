@@ -414,7 +414,7 @@ def test_keys_come_back_from_the_host_of_a_gpu(name, caplog):
     with torch.no_grad():
         for start, stop in ((0, 149), (149, 150)):
             model(prompt[None, start:stop], cache=cache)
-    caplog.set_level("INFO", "attnzoo.models.generation.engine")
+    caplog.set_level("INFO", "attnzoo.models.generation")
     generator = Generator(model, 2, 1280, evict="offload")
     assert "a step is no CUDA graph with evict='offload'" in caplog.text
     number = generator.resume(cache, 7, 90, Sampling(0.0))
