@@ -140,7 +140,7 @@ def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(monk
 def test_half_precision_has_no_more_error_than_the_parts() -> None:
     attn = layer_of(CASES["mamba2"], torch.float16)
     (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
-    assert relative_error(y, want) <= 2 * relative_error(parts, want)
+    assert (y - want).norm() <= 1.1 * (parts - want).norm()
     for ours, theirs, state in zip(kept, others, states, strict=True):
         assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
 
@@ -151,17 +151,13 @@ def test_half_precision_has_no_more_error_than_the_parts() -> None:
 def test_bfloat16_has_no_more_error_than_the_parts(case: str) -> None:
     name, options = CASES[case]
     sizes = (name, {**options, "head_dim": 64, "value_dim": 128, "expand": None})
-    found: list[list[Tensor]] = []
-    for seed in range(4):  # the outputs of one layer are too few to tell errors of roundings apart
+    for seed in range(4):
         attn = layer_of(sizes, torch.bfloat16, seed)
-        runs = generated(attn, empty(attn)), by_parts(attn), exact(attn)
-        found.append([y for y, _ in runs])
-        for ours, theirs, state in zip(*(kept for _, kept in runs), strict=True):
+        (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+        assert (y - want).norm() <= 1.1 * (parts - want).norm()
+        for ours, theirs, state in zip(kept, others, states, strict=True):
             if state.numel():
                 assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
-    y, parts, want = (torch.cat(one) for one in zip(*found, strict=True))
-    ours, theirs = relative_error(y, want), relative_error(parts, want)
-    assert ours <= 2 * theirs
 
 
 @pytest.mark.gpu
