@@ -54,12 +54,12 @@ class Served:
 
 @contextmanager
 def serving(folder: str, log: Path) -> Iterator[Served]:
-    """The server that `vllm serve FOLDER` starts, on loopback; killed at the end, with all its processes."""
+    """The server of `vllm serve FOLDER`, on loopback; killed at the end, with all its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "float32"),
+        *(str(Path(sys.executable).with_name("vllm")), "serve", folder, "--dtype", "float32"),
         *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(LONGEST), "--max-num-seqs", "8"),
         *("--max-num-batched-tokens", "64", "--block-size", "32", "--num-gpu-blocks-override", "60"),
         "--disable-uvicorn-access-log",

@@ -64,6 +64,21 @@ def test_channels_widen_the_keys_and_narrow_the_error(fox: str) -> None:
     assert "sum to at least -0.256 " in said(torch.bfloat16, 1, 1000)
 
 
+def test_on_a_cpu_keys_take_a_quarter_of_the_free_memory_unless_a_setting_says_more(
+    fox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    assert current_platform.is_cpu()
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    given = settings_of(fox).cache_config.kv_cache_memory_bytes
+    assert 0 < given < current_platform.get_device_total_memory() / 4
+    assert settings_of(fox, gpu_memory_utilization=0.3).cache_config.kv_cache_memory_bytes is None
+    assert settings_of(fox, kv_cache_memory_bytes=2**28).cache_config.kv_cache_memory_bytes == 2**28
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert settings_of(fox).cache_config.kv_cache_memory_bytes == 3 * 2**30
+
+
 def test_tokens_are_drawn_as_asked(tmp_path: Path) -> None:
     random.seed(1)
     model = build("hybrid")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CacheConfig, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from attnzoo.errors import unknown
 from attnzoo.forms.backends.sdpa import BUDGET, BUDGET_OF_FLOAT32, logit_error
@@ -23,7 +24,8 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        """Refuse what cannot be served, run without CUDA graphs, and say the error of the gates' channels.
+        """Refuse what cannot be served, run without CUDA graphs, bound the memory that vLLM takes on a CPU, and say the
+        error of the gates' channels.
 
         Raises:
             ValueError: a layer or a setting that cannot be served; the message names it.
@@ -63,8 +65,21 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
             logger.info(said(model.dtype, channels, tokens))
         if any(layer.prune is not None or layer.impl != "auto" for layer in layers if layer.variant.side == "softmax"):
             logger.info("acp, and impl of softmax layers, are not used: vLLM's attention computes all pairs")
+        if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
+            bound_memory(cache)
         vllm_config.model_config.enforce_eager = True
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def bound_memory(cache: CacheConfig) -> None:
+    """Give keys and states a quarter of the memory that is free, where no setting says how much they get; vLLM would
+    refuse to start unless 92% of a CPU's memory is free."""
+    from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+    if cache.gpu_memory_utilization == CacheConfig().gpu_memory_utilization:
+        cache.kv_cache_memory_bytes = get_memory_node_info().available_memory // 4
+        given = f"{cache.kv_cache_memory_bytes / 2**30:.2g} GiB, a quarter of the free memory"
+        logger.info("keys and states get %s (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE in GiB)", given)
 
 
 def said(dtype: torch.dtype, channels: int, tokens: int) -> str:
