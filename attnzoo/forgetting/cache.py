@@ -10,7 +10,7 @@ heads may hold different numbers of keys within the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from attnzoo.forms.caches.pages.page_table import PAGE
 from attnzoo.forms.caches.state import check_rows, whole
 
 GONE = -1.0  # retention that marks a key for eviction
+SAFE = 2.0  # above every retention
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class Policy:
         tokens: keys that each head may hold; None for no limit.
         bytes: bytes of keys and values that all heads of a sequence may hold together, in shared slots for which the
             heads compete; None for no limit.
+        total: whether ``bytes`` is the budget of all layers, whose keys compete (:func:`within_total`); a layer alone
+            may hold all of it.
         log_eps: also evict keys whose total weight in any later row is certified to be at most ``exp(log_eps)``; None:
             do not.
         bounds: bounds of later query rows, for ``log_eps``.
@@ -45,6 +48,7 @@ class Policy:
     options: Forgetting
     tokens: int | None = None
     bytes: int | None = None
+    total: bool = False
     log_eps: float | None = None
     bounds: QueryBounds | None = None
     window: int | None = None
@@ -165,18 +169,16 @@ class ForgettingCache:
         """Slots of a head, or of a sequence where its heads share them."""
         return self.slots["kept"].shape[1 if self.shared else 2]
 
-    def in_budget(self) -> int:
-        """The number of keys of a sequence that fit into a budget in bytes."""
-        assert self.policy.bytes is not None
-        each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
-        return self.policy.bytes // each
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
 
     def most(self) -> int | None:
         """The most slots that a head, or a sequence with shared slots, can need: its budget and the new keys; None: no
         limit."""
         G, options = self.live.shape[1], self.policy.options
-        if self.shared:
-            return max(self.in_budget(), G * options.window) + G
+        if self.policy.bytes is not None:
+            return max(self.policy.bytes // self.key_bytes(), G * options.window) + G
         return None if self.policy.tokens is None else max(self.policy.tokens, options.window) + 1
 
     def free(self) -> Tensor:
@@ -201,29 +203,28 @@ class ForgettingCache:
         """Tokens from each key to the last one, ``[B, G, N]``."""
         return self.seen[:, None, None] - 1 - self.slots["position"]
 
-    def over_budget(self) -> Tensor:
-        """The mask of keys that exceed the budget, those of the least retention.
-
-        Only keys that later rows may see are counted; the last ``window`` tokens are never in the mask.
-        """
-        kept, policy = self.slots["kept"], self.policy
+    def worth(self) -> Tensor:
+        """The order in which keys stay, ``[B, G, N]``: the retention so far, :data:`SAFE` for the last ``window``
+        tokens, and :data:`GONE` for keys that no later row sees, which are not counted."""
         held = self.in_use() & ~self.done_with()
-        safe = held & (self.age() < policy.options.window)
-        score = torch.where(held, kept, GONE).masked_fill(safe, 2.0)
-        gone = torch.zeros_like(held)
-        position = self.slots["position"]
-        if policy.tokens is not None:
-            gone = gone | (_rank(score, position) >= policy.tokens)
-        if policy.bytes is not None:
-            gone = gone | (_rank(score.flatten(1), position.flatten(1)).view_as(score) >= self.in_budget())
-        return gone & held & ~safe
+        score = torch.where(held, self.slots["kept"], GONE)
+        return score.masked_fill(held & (self.age() < self.policy.options.window), SAFE)
 
     def within_budget(self) -> ForgettingCache:
-        """A copy in which the keys that exceed the budget are marked for eviction."""
-        if self.policy.tokens is None and self.policy.bytes is None:
+        """A copy in which the keys that exceed the layer's budget are marked for eviction, those of the least retention
+        first; the last ``window`` tokens never are."""
+        if self.policy.bytes is not None:
+            return self.without(over_bytes([self])[0])
+        if self.policy.tokens is None:
             return self
-        kept = self.slots["kept"].masked_fill(self.over_budget(), GONE)
-        return replace(self, slots={**self.slots, "kept": kept})
+        score, rank = self.worth(), torch.arange(self.size, device=self.live.device)
+        order = _best_first(score, self.slots["position"])
+        beyond = torch.zeros_like(order).scatter_(-1, order, rank.expand_as(order)) >= self.policy.tokens
+        return self.without(beyond & (score != SAFE))
+
+    def without(self, gone: Tensor) -> ForgettingCache:
+        """A copy in which the keys in the mask ``gone`` are marked for eviction."""
+        return replace(self, slots={**self.slots, "kept": self.slots["kept"].masked_fill(gone, GONE)})
 
     def done_with(self) -> Tensor:
         """The mask of keys that no later row sees or needs, ``[B, G, N]`` bool."""
@@ -264,13 +265,30 @@ class ForgettingCache:
         return replace(self, slots=slots, live=live)
 
 
-def _rank(score: Tensor, position: Tensor) -> Tensor:
-    """The rank of each entry along the last axis, from 0: the largest score first, of equal scores the latest
-    position."""
+def over_bytes(caches: Sequence[ForgettingCache]) -> list[Tensor]:
+    """For each of some caches the mask of keys that exceed the budget in bytes of them all: in each sequence, of the
+    keys of all heads and caches, those of the least retention."""
+    limit, scores = caches[0].policy.bytes, [cache.worth() for cache in caches]
+    score, position = (
+        torch.cat([x.flatten(1) for x in parts], 1) for parts in (scores, [cache.slots["position"] for cache in caches])
+    )
+    each = [torch.full_like(cache.slots["position"].flatten(1), cache.key_bytes()) for cache in caches]
+    order = _best_first(score, position)
+    taken = torch.cat(each, 1).gather(1, order).cumsum(1)
+    beyond = torch.zeros_like(taken).scatter_(1, order, taken) > limit
+    masks = beyond.split([x[0].numel() for x in scores], 1)
+    return [mask.view_as(x) & (x != SAFE) for mask, x in zip(masks, scores, strict=True)]
+
+
+def within_total(caches: Sequence[ForgettingCache]) -> list[ForgettingCache]:
+    """Copies of all layers' caches in which the keys that exceed their common budget are marked for eviction."""
+    return [cache.without(gone) for cache, gone in zip(caches, over_bytes(caches), strict=True)]
+
+
+def _best_first(score: Tensor, position: Tensor) -> Tensor:
+    """The order of the entries along the last axis: the largest score first, of equal scores the latest position."""
     late = position.argsort(dim=-1, descending=True, stable=True)
-    order = late.gather(-1, score.gather(-1, late).argsort(dim=-1, descending=True, stable=True))
-    number = torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, number)
+    return late.gather(-1, score.gather(-1, late).argsort(dim=-1, descending=True, stable=True))
 
 
 def swap_delete(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import QueryBounds
-from attnzoo.forgetting.cache import ForgettingCache, Network
+from attnzoo.forgetting.cache import ForgettingCache, Network, within_total
 from attnzoo.forgetting.steps import take_token
 from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
@@ -27,9 +27,9 @@ class ForgettingMemory(Memory):
     """The in-place keys of B sequences, in slots of each head; a new key overwrites an evicted one.
 
     A step reads all slots and never waits for the device. With a budget the number of slots is fixed by it, per head
-    for a budget in tokens, for all heads of a sequence together for one in bytes. Without a budget the host now and
-    then reads how many slots are in use and changes their number. A step of several tokens adds one after the other to
-    a copy of the slots; :meth:`keep` then adds those that stay to the slots.
+    for a budget in tokens, for all heads of a sequence together for one in bytes. Without a budget, and with one of all
+    layers, the host now and then reads how many slots are in use and changes their number. A step of several tokens
+    adds one after the other to a copy of the slots; :meth:`keep` then adds those that stay to the slots.
 
     Args:
         forms: of the variant.
@@ -65,7 +65,9 @@ class ForgettingMemory(Memory):
         G = state.live.shape[1]
         within, longest = state.most(), G * tokens if state.shared else tokens
         most = longest if within is None else min(longest, within)
-        shape = (most, 1) if state.shared else (G, min(most, PAGE) if within is None else most)
+        grows = within is None or policy.total
+        shape = (min(most, PAGE) if grows else most, 1)
+        shape = shape if state.shared else (G, shape[0])
         slots = {name: zeros(x, *shape, *x.shape[3:]) for name, x in state.slots.items()}
         slots["held"] = torch.zeros(B, *shape, dtype=torch.bool, device=device)
         sums = {name: zeros(x, *x.shape[1:]) for name, x in state.sums.items()}
@@ -106,7 +108,7 @@ class ForgettingMemory(Memory):
         state, slots = replace(state, policy=self.cache.policy).within_budget().settled(), self.cache.slots
         n = int(state.live.sum() if state.shared else state.live.max())
         self.used = max(self.used, n)
-        if n >= self.cache.size and not state.shared:
+        if n + self._each() > self.cache.size and self.cache.size < self.most:
             self._resize(n)
         self.clear(row)
         for name, x in {**state.slots, "held": state.in_use()}.items():
@@ -130,20 +132,24 @@ class ForgettingMemory(Memory):
             self.cache.policy.bounds.copy_(bounds)
 
     def ready(self, rows: Sequence[int]) -> bool:
-        N = self.cache.size
-        self.used += self.rows.tokens
+        N, more = self.cache.size, self.rows.tokens * self._each()
+        self.used += more
         if self.most <= N or self.used <= N:
             return False
-        used = int(self._held().sum(-1).max())
+        used = int((self._held().flatten(1) if self.cache.shared else self._held()).sum(-1).max())
         size = self._room_for(used)
-        self.used = used + self.rows.tokens
-        if used + AHEAD <= N < 2 * size:
+        self.used = used + more
+        if used + AHEAD * self._each() <= N < 2 * size:
             return False
         self._resize(used)
         return True
 
+    def _each(self) -> int:
+        """Slots that a token takes of those of a head, or of all heads together."""
+        return self.cache.live.shape[1] if self.cache.shared else 1
+
     def _room_for(self, used: int) -> int:
-        return min(self.most, -(-(used + AHEAD) // PAGE) * PAGE)
+        return min(self.most, -(-(used + AHEAD * self._each()) // PAGE) * PAGE)
 
     def _resize(self, used: int) -> None:
         """Change the number of slots to some more than ``used``; the keys in use move to the front.
@@ -151,14 +157,15 @@ class ForgettingMemory(Memory):
         Raises:
             MemoryError: the new slots do not fit on the device. Nothing has changed then.
         """
-        slots, size = self.cache.slots, self._room_for(used)
-        needed = sum(size_of(x) // x.shape[2] * size for x in slots.values())
+        slots, size, axis = self.cache.slots, self._room_for(used), 1 if self.cache.shared else 2
+        needed = sum(size_of(x) // x.shape[axis] * size for x in slots.values())
         check_memory(needed, self.rows.length.device, f"slots for {size} keys of each head that forgets")
         slots["held"].copy_(self._held())
-        order = slots["held"].int().argsort(dim=-1, descending=True, stable=True)[..., :size]
+        order = slots["held"].int().argsort(dim=axis, descending=True, stable=True)
+        order = order.narrow(axis, 0, min(size, order.shape[axis]))
         for name, x in slots.items():
             index = order.view(*order.shape, *(1,) * (x.ndim - 3)).expand(*order.shape, *x.shape[3:])
-            slots[name] = resized(x.gather(2, index), 2, size)
+            slots[name] = resized(x.gather(axis, index), axis, size)
 
     def _held(self) -> Tensor:
         """The mask of slots whose key a later row may see, ``[B, G, N]``."""
@@ -185,3 +192,10 @@ class ForgettingMemory(Memory):
             copies += slots["held"].numel() * (2 * per_head * slots["k"].shape[-1] + 3 * heads)
         copies *= max(4, slots["v"].itemsize)
         return copies if tokens == 1 else copies + sum(size_of(x) for x in slots.values())
+
+
+def share_in_place(memories: Sequence[Memory]) -> None:
+    """Mark for eviction, after a step of all layers, the keys that exceed a budget of all of them, if they have one."""
+    held = [memory for memory in memories if isinstance(memory, ForgettingMemory) and memory.cache.policy.total]
+    for memory, after in zip(held, within_total([memory.cache for memory in held]) if held else [], strict=True):
+        memory.cache.slots["kept"].copy_(after.slots["kept"])

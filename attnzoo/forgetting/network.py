@@ -44,13 +44,18 @@ class ForgettingTerms:
 
     Args:
         distillation: L_r, a scalar, or None where it was not computed.
-        budget: L_b, a scalar.
+        excess: the rows' excess over the budget ``[B, G, T]``, see :func:`~attnzoo.forgetting.rules.excess`.
         kept: expected share of its tokens that a row still sees, mean over the rows.
     """
 
     distillation: Tensor | None
-    budget: Tensor
+    excess: Tensor
     kept: Tensor
+
+    @property
+    def budget(self) -> Tensor:
+        """L_b of the layer alone, a scalar."""
+        return self.excess.abs().sum()
 
 
 class ForgetNetwork(PreciseModule):
@@ -240,8 +245,8 @@ class ForgetNetwork(PreciseModule):
                     teacher=taught if distils else None, sink=given.get("sink"),
                     shares=self.budget_shares(), losses=learns,
                 )  # fmt: skip
-        if self.collects and found.budget is not None and found.kept is not None:
-            self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
+        if self.collects and found.excess is not None and found.kept is not None:
+            self.terms = ForgettingTerms(found.distillation, found.excess, found.kept)
         return found.o if taught is None else blended(taught, found.o, self.blend), None
 
     def _keys(self, call: Call) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,8 @@ class Forgetting:
         divergence: the distance between target and retention in the loss, see :func:`divergence`.
         budget: B_t, what a row may remember: a share of its tokens below 1, or a number of tokens from 1 on.
         learned_budget: learn how the key heads of a layer divide ``budget``.
+        shared_budget: the key heads of all layers have one budget together, ``budget`` for each of them on average,
+            which they divide freely; else each head has its own.
 
     Raises:
         ValueError: a number out of range or an unknown word.
@@ -83,6 +86,7 @@ class Forgetting:
     divergence: str = "bernoulli"
     budget: float = 0.5
     learned_budget: bool = False
+    shared_budget: bool = False
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), Forgetting.__annotations__)
@@ -107,6 +111,8 @@ class Forgetting:
         if self.memory != Forgetting.memory and not self.of_pairs:
             what = f"{Forgetting.memory} with network={self.network!r} ('pair' and 'attention' read it)"
             raise ValueError(f"forgetting.memory: expected {what}, got {self.memory!r}")
+        if self.learned_budget and self.shared_budget:
+            raise ValueError("forgetting.learned_budget: expected False with shared_budget (heads divide it freely)")
 
     @property
     def of_pairs(self) -> bool:
@@ -118,23 +124,25 @@ class Forgetting:
         return tokens * self.budget if self.budget < 1 else tokens.clamp(max=self.budget)
 
 
-def parse_budget(budget: int | str | None) -> tuple[int | None, int | None]:
-    """The tokens per key head and the bytes that a user's ``budget`` allows; one of the two is None.
+def parse_budget(budget: int | str | None) -> tuple[int | None, int | None, bool]:
+    """The tokens per key head and the bytes that a user's ``budget`` allows, one of which is None, and whether the
+    bytes are those of all layers.
 
     A budget is a number of tokens for each key head, or a text such as "96 KiB" for the keys and values of all heads of
-    a layer and one sequence together.
+    a layer and one sequence together, or "2 MiB total" for those of all layers.
 
     Raises:
-        ValueError: neither.
+        ValueError: none of these.
     """
     if budget is None:
-        return None, None
+        return None, None, False
     if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
-        return budget, None
-    found = re.fullmatch(r"\s*(\d+)\s*(B|KiB|MiB|GiB)\s*", budget) if isinstance(budget, str) else None
+        return budget, None, False
+    found = re.fullmatch(r"\s*(\d+)\s*(B|KiB|MiB|GiB)(\s+total)?\s*", budget) if isinstance(budget, str) else None
     if found is None or not int(found[1]):
-        raise ValueError(f"budget: expected a number of tokens or a text such as '96 KiB', got {budget!r}")
-    return None, int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
+        how = "a number of tokens or a text such as '96 KiB' or '2 MiB total'"
+        raise ValueError(f"budget: expected {how}, got {budget!r}")
+    return None, int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]], found[3] is not None
 
 
 def contributions(weights: Tensor, v: Tensor) -> Tensor:
@@ -351,9 +359,27 @@ def budget_loss(
 
 def budget_gap(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
     """:func:`budget_loss` from the expected number of retained keys and the number of all keys, both ``[B, G, T]``."""
+    return excess(kept, tokens, options, shares).abs().sum()
+
+
+def excess(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
+    """What each row holds beyond its budget (below 0: less) as a share of its tokens, divided by the number of all rows
+    ``[B, G, T]``; the arguments are those of :func:`budget_gap`."""
     wanted = options.capacity(tokens.to(kept.dtype))
     if shares is not None:
         wanted = (wanted * shares[:, None]).minimum(tokens.to(kept.dtype))
     rows = tokens > 0
-    gap = ((kept - wanted).abs() / tokens.clamp(min=1)).masked_fill(~rows, 0.0)
-    return gap.sum() / rows.sum().clamp(min=1)
+    over = ((kept - wanted) / tokens.clamp(min=1)).masked_fill(~rows, 0.0)
+    return over / rows.sum().clamp(min=1)
+
+
+def shared_gap(layers: Sequence[Tensor]) -> Tensor:
+    """L_b of a budget that all heads of several layers share: the mean over rows of the absolute value of the mean
+    excess of their heads.
+
+    Args:
+        layers: the :func:`excess` of each layer, ``[B, G, T]``.
+    """
+    heads = sum(one.shape[1] for one in layers)
+    total = torch.stack([one.sum(1) * one.shape[1] for one in layers]).sum(0)  # [B, T]
+    return total.abs().sum() / heads

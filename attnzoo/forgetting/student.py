@@ -29,8 +29,8 @@ from attnzoo.algebra.values import in_transform
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import (
     Forgetting,
-    budget_gap,
     divergence,
+    excess,
     expected_kept,
     forgetful_bias,
     full_bias,
@@ -73,14 +73,20 @@ class Forgotten:
     Args:
         o: ``[B, T, H, V]``.
         distillation: L_r, or None where it was not computed.
-        budget: L_b, or None where it was not computed.
+        excess: the rows' :func:`~attnzoo.forgetting.rules.excess` over the budget ``[B, G, T]``, or None where it was
+            not computed.
         kept: expected share of its tokens that a row still sees, mean over all rows.
     """
 
     o: Tensor
     distillation: Tensor | None = None
-    budget: Tensor | None = None
+    excess: Tensor | None = None
     kept: Tensor | None = None
+
+    @property
+    def budget(self) -> Tensor | None:
+        """L_b of the layer alone, or None where it was not computed."""
+        return None if self.excess is None else self.excess.abs().sum()
 
 
 def forgetful_attention(
@@ -145,7 +151,7 @@ def forgetful_attention(
 
 
 def kept_terms(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> tuple[Tensor, Tensor]:
-    """L_b, and the mean share of their tokens that rows still see.
+    """The rows' excess over the budget, and the mean share of their tokens that rows still see.
 
     Args:
         kept: the expected numbers of these, ``[B, G, T]``.
@@ -153,7 +159,7 @@ def kept_terms(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor
     """
     tokens, rows = tokens.expand(kept.shape), tokens > 0
     share = (kept.detach() / tokens.clamp(min=1)).sum() / rows.expand(kept.shape).sum().clamp(min=1)
-    return budget_gap(kept, tokens, options, shares), share
+    return excess(kept, tokens, options, shares), share
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,8 @@ class Attention(AttentionParts):
                 brings them back for a row that needs them. See :class:`attnzoo.Evict`.
             budget: for a layer with One-Pass Forgetting: the number of keys that each key head may hold, or, as a text
                 such as "96 KiB", the memory of the keys and values of all its heads for one sequence. A call that ends
-                above the budget evicts the keys of least retention. None: no budget.
+                above the budget evicts the keys of least retention. None: no budget. "2 MiB total" is the budget of all
+                layers of a model, which this layer alone may fill.
 
         Raises:
             ValueError: ``evict`` for a layer that needs all its keys or whose later queries have no bound; ``budget``

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.forgetting.cache import ForgettingCache, within_total
 from attnzoo.forms.caches.state import check_rows, whole
 
 
@@ -107,6 +108,13 @@ class LayerCache:
         if self.dtype != x.dtype or self.seen.device != x.device:
             before, now = f"{self.dtype} on {self.seen.device}", f"{x.dtype} on {x.device}"
             raise ValueError(f"cache: expected x in {before} as in the calls before, got {now}")
+
+
+def share_budget(caches: Sequence[LayerCache]) -> None:
+    """Evict, after a call of all layers, the keys that exceed a budget of all of them, if they have one."""
+    held = [cache for cache in caches if isinstance(cache.state, ForgettingCache) and cache.state.policy.total]
+    for cache, state in zip(held, within_total([cache.state for cache in held]) if held else [], strict=True):
+        cache.state = state
 
 
 class AllOrNone:

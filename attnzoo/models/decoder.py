@@ -17,7 +17,7 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.cache import AllOrNone, LayerCache
+from attnzoo.layer.cache import AllOrNone, LayerCache, share_budget
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.modules import TokenMix
 from attnzoo.layer.rows import positions_of, shared_context
@@ -220,6 +220,7 @@ class LanguageModel(nn.Module):
                 given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
                 given |= first
                 x = block(x, **given) if recompute is None else recompute(block, x, **given)
+            share_budget(cache or [])
             x = cast(Tensor, self.norm(x))
         if states is not None:
             states.append(x)
@@ -303,7 +304,9 @@ class LanguageModel(nn.Module):
         Args:
             evict: evict keys of the layers with forget gates or a window; other layers hold all their keys. See
                 :meth:`attnzoo.layer.attention.Attention.new_cache`.
-            budget: tokens or memory that each layer with One-Pass Forgetting may hold; see there.
+            budget: tokens or memory that each layer with One-Pass Forgetting may hold, see there; or, as "2 MiB total",
+                the memory of the keys and values of all these layers for one sequence, for which the keys of all heads
+                and layers compete when a call of the model ends.
 
         Raises:
             ValueError: no layer can evict, or one that should has no bound of later scores (QK-norm or a softcap).

@@ -100,7 +100,8 @@ budget_option = click.option(
     "--budget",
     type=number_or_text(int),
     metavar="TOKENS|SIZE",
-    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`; or all "
+    "layers together, `2 MiB total`.",
 )
 kv_dtype_option = click.option(
     "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."

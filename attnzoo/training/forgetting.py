@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.forgetting.network import ForgetNetwork
-from attnzoo.forgetting.rules import Forgetting
+from attnzoo.forgetting.rules import Forgetting, shared_gap
 from attnzoo.models.config import ModelConfig
 from attnzoo.registry import get
 from attnzoo.training.config import ForgettingConfig, TrainConfig
@@ -104,7 +104,8 @@ def extra_loss(
 ) -> Extra | None:
     """Section 2.4's total loss without the task's loss; None where no layer has One-Pass Forgetting.
 
-    Means over the layers, so that the weights mean the same for any number of them.
+    Means over the layers, so that the weights mean the same for any number of them; layers with ``shared_budget`` have
+    one budget together.
 
     Args:
         found: the networks.
@@ -114,24 +115,29 @@ def extra_loss(
     """
     if not found:
         return None
-    losses, budgets, kept, distilled = [], [], [], []
+    losses, kept, distilled, gaps, shared = [], [], [], [], []
     for number, network in enumerate(found):
         terms, now = network.terms, phase(step, config, network.options, number, len(found))
         assert terms is not None
-        losses.append(config.budget * terms.budget)
-        budgets.append(terms.budget.detach())
         kept.append(terms.kept)
+        if network.options.shared_budget:
+            shared.append(terms.excess)
+        else:
+            gaps.append(terms.budget)
         if terms.distillation is not None:
             even = terms.distillation if weights is None else weights[number] * terms.distillation
             losses.append(now.distillation * even)
             distilled.append(terms.distillation.detach())
         network.terms, network.collects = None, False
-    row: dict[str, Any] = {"kept": torch.stack(kept).mean(), "budget": torch.stack(budgets).mean()}
+    gaps += [len(shared) * shared_gap(shared)] if shared else []
+    gap = torch.stack(gaps).sum() / len(found)
+    row: dict[str, Any] = {"kept": torch.stack(kept).mean(), "budget": gap.detach()}
     row |= {"blend": sum(n.blend for n in found) / len(found)}
     row |= {"temperature": sum(n.temperature for n in found) / len(found)}
     if distilled:
         row["distillation"] = torch.stack(distilled).mean()
-    return Extra(torch.stack(losses).sum() / len(found), row)
+    distillation = torch.stack(losses).sum() / len(found) if losses else 0.0
+    return Extra(config.budget * gap + distillation, row)
 
 
 def shown(row: Mapping[str, Any]) -> Row:

@@ -306,12 +306,15 @@ def test_caches_that_cannot_forget_say_why():
 
 
 def test_budgets_are_tokens_or_bytes():
-    assert (parse_budget(None), parse_budget(7), parse_budget("96 KiB"), parse_budget("3MiB")) == (
-        (None, None),
-        (7, None),
-        (None, 96 << 10),
-        (None, 3 << 20),
-    )
-    for wrong in (0, True, "7", "7 KB", "0 B", 2.5):
-        with pytest.raises(ValueError, match="budget: expected a number of tokens or a text such as '96 KiB'"):
+    assert [parse_budget(x) for x in (None, 7, "96 KiB", "3MiB", "2 MiB total")] == [
+        (None, None, False),
+        (7, None, False),
+        (None, 96 << 10, False),
+        (None, 3 << 20, False),
+        (None, 2 << 20, True),
+    ]
+    for wrong in (0, True, "7", "7 KB", "0 B", 2.5, "7 total", "2 MiBtotal", "0 B total"):
+        with pytest.raises(
+            ValueError, match="budget: expected a number of tokens or a text such as '96 KiB' or '2 MiB t"
+        ):
             parse_budget(wrong)

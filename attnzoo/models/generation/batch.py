@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
+from attnzoo.forgetting.inplace import share_in_place
+from attnzoo.forgetting.rules import parse_budget
 from attnzoo.forms.caches.device_memory import GIB, check_memory, size_of
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
@@ -75,6 +77,7 @@ class Batch:
         rows: the rows' lengths, and which hold a sequence.
         tokens: the last token of each row, ``[B]`` int64, which is not in the caches yet.
         proposals: the proposed tokens that a step of several tokens checks.
+        total: whether the budget is one of all layers.
         torn: whether a step failed after some layers had taken its tokens; no step can follow then.
 
     Raises:
@@ -87,6 +90,7 @@ class Batch:
         if max_tokens > (known := model.config.learned_positions or max_tokens):
             raise ValueError(f"max_tokens: expected at most {known} (learned_positions), got {max_tokens}")
         self.options, self.graphed, eight_bits = options, bool(options.graph), options.kv_dtype is not None
+        self.total = parse_budget(options.budget)[2]
         self._block: Callable[..., tuple[Tensor, Tensor]] = _block
         if options.compile:
             self._block = torch.compile(_block, dynamic=False)
@@ -238,6 +242,8 @@ class Batch:
         if T == 1:
             self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
             self.rows.length += self.rows.active
+            if self.total:
+                share_in_place([cache.memory for cache in self.caches])
             return
         self.tokens.copy_(self.proposals.judge(logits, self.samplers, self.rows.active, needs))
         for cache in self.caches:

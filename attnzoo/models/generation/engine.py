@@ -46,7 +46,7 @@ class Generator:
             is taken as it is needed, and a growing pool of keys captures the graph anew. With "offload" they go to the
             host's memory, and come back for a token that needs them; a step is no graph then.
         budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
-            "96 KiB", the memory of its keys and values.
+            "96 KiB", the memory of its keys and values; "2 MiB total" is that of all layers, whose keys compete.
         kv_dtype: "fp8" keeps keys and values in 8 bits, half of the memory of 16, for rounding that is bounded
             (``docs/derivations/eight_bits.md``); sums of gates stay as they are. None for the model's dtype.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
@@ -349,6 +349,8 @@ class Generator:
 
         It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
         """
+        if self.batch.total:
+            raise ValueError("draft: expected None with a budget of all layers (keys go after each token), got one")
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
