@@ -38,6 +38,7 @@ from attnzoo.layer.modules import (
 )
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
+from attnzoo.layer.shifted import by_groups
 from attnzoo.layer.stream import OwnCore, Stream
 from attnzoo.recurrences.complex_linear import rotate_all
 
@@ -162,7 +163,9 @@ class Attention(AttentionParts):
             call = replace(call, options=replace(options, keep_carries=True))  # type: ignore[type-var]
         if isinstance(stream, OwnCore):
             return stream.run(self.variant, form, call, self.keys_per_token), None
-        if self.forget is None:
+        if self.config.training_groups is not None and self.training and cache is None:
+            o, state = by_groups(self._whole, call, self.config.training_groups * self.keys_per_token), None
+        elif self.forget is None:
             o, state = run(self.variant, form, call, checked=not self._makes_all())
         else:
             teacher = self.variant.forms["parallel" if form == REFERENCE else form]
@@ -171,6 +174,11 @@ class Attention(AttentionParts):
         if self.keys_per_token > 1 and state is not None:  # the state counts sub-tokens
             state = replace(state, tokens=len(state) - stream.shape[1] * (self.keys_per_token - 1))
         return o, state
+
+    def _whole(self, call: Call) -> Tensor:
+        """The core's output of a call without a state."""
+        o: Tensor = run(self.variant, self._form(call), call, checked=not self._makes_all())[0]
+        return o
 
     def _form(self, call: Call) -> str:
         """The name of the form that serves a call, logged where it differs from the last call's."""

@@ -37,6 +37,9 @@ def check_layer(
     _check_parts(variant, config, gate_classes(config.gate), prune)
     if forgetting is not None:
         _check_forgetting(variant, forgetting, impl)
+        if config.training_groups is not None:
+            why = "the network learns from the later rows of the whole sequence"
+            raise ValueError(f"training_groups: expected None with forgetting ({why}), got {config.training_groups}")
     _check_keeps(variant, keep_carries, forgetting is not None)
 
 

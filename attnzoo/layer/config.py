@@ -15,7 +15,7 @@ OUTPUT_NORMS = ("none", "rms", "group")
 OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
-    "kv_rank", "value_residual", "output_gate_rank",
+    "kv_rank", "value_residual", "output_gate_rank", "training_groups",
 )  # fmt: skip
 POSITIVE = ("scale", "softcap", "qk_norm_eps", "output_norm_eps", "expand")
 
@@ -27,7 +27,7 @@ NEEDS = {  # an option -> the options one of which must be on for it to have an 
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
-OF_SOFTMAX = ("window", "sinks", "softcap")  # parts of the softmax side alone
+OF_SOFTMAX = ("window", "sinks", "softcap", "training_groups")  # parts of the softmax side alone
 OF_CORE = ("scale", "window", "softcap")  # options of the core that are numbers
 
 
@@ -87,6 +87,9 @@ class AttentionConfig:
             (softmax side; as in gpt-oss, OpenAI, 2025, where it is drawn from N(0, 0.02^2)).
         softcap: ``softcap tanh(s / softcap)`` takes the place of a score s before its decay is added (softmax side;
             Gemma 2's ``attn_logit_softcapping``, 50 there); None for none.
+        training_groups: in training each token sees those of its own group of so many tokens, and the groups of half of
+            the heads are shifted by half a group (softmax side; LongLoRA's shifted sparse attention). In evaluation it
+            sees all. None for all in training, too.
 
     Raises:
         ValueError: a value of the wrong kind or out of range, an unknown word, or options that contradict each other.
@@ -134,6 +137,7 @@ class AttentionConfig:
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    training_groups: int | None = None
 
     def __post_init__(self) -> None:
         check_kinds(vars(self), AttentionConfig.__annotations__)
@@ -150,6 +154,9 @@ class AttentionConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.kv_heads}")
+        if self.training_groups is not None and (self.training_groups % 2 or self.kv_heads % 2):
+            got = f"{self.training_groups} tokens and {self.kv_heads} key heads"
+            raise ValueError(f"training_groups: expected an even number of tokens and of key heads, got {got}")
         if self.num_qk_heads is not None and self.num_kv_heads not in (None, self.num_heads):
             raise ValueError(
                 f"num_qk_heads: expected None with num_kv_heads = {self.num_kv_heads}, got {self.num_qk_heads}"

@@ -41,6 +41,7 @@ def rows_of_call(
         from attnzoo.layer.shared import shared_rows  # it loads the compiler
 
         others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "forgetting": layer.forget}
+        others["training_groups"] = layer.config.training_groups if layer.training else None
         return shared_rows(context, x, cache, **others), None
     if isinstance(cache, OwnCore):
         return cache, None
