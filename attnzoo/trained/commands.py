@@ -240,13 +240,12 @@ def export(run: Path, folder: Path, bare: bool) -> None:
 def _list_kinds(context: click.Context, on: bool) -> None:
     if not on or context.resilient_parsing:
         return
-    from attnzoo.models.peers import WITHOUT
-    from attnzoo.models.peers.table import BECOMES
+    from attnzoo.models.peers.table import readers_table
     from attnzoo.terminal import console, new_table, print_table
 
     differs = "what differs, or why it does not load"
     table = new_table("model_type", "becomes", differs, prose=["becomes", differs])
-    for kind, row in (BECOMES | {kind: ("-", why) for kind, why in WITHOUT.items()}).items():
+    for kind, row in readers_table().items():
         table.add_row(kind, *row)
     print_table(table, console())
     context.exit()

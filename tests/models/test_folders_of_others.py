@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers")
 from packaging.version import Version  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from attnzoo.models.peers import PEERS, from_peer, peer_of  # noqa: E402
+from attnzoo.models.peers import from_peer, peer_of  # noqa: E402
+from attnzoo.models.peers.table import PEERS  # noqa: E402
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.models import Generator, LanguageModel
-from attnzoo.models.peers import PEERS, Weights, build, from_peer, peer_of
+from attnzoo.models.peers import Weights, build, from_peer, peer_of
+from attnzoo.models.peers.table import PEERS
 
 pytestmark = [pytest.mark.fla, pytest.mark.filterwarnings("ignore::UserWarning")]  # theirs, of RWKV's authors
 SIZES = {

@@ -22,79 +22,14 @@ from attnzoo.files import json_object
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers.settings import DTYPES, Settings
+from attnzoo.models.peers.table import AROUND, PEERS, WITHOUT
 from attnzoo.models.peers.weights import Weights
 from attnzoo.models.swap import Unfilled
 
 logger = logging.getLogger(__name__)
-
-PEERS = {
-    "llama": "rotary:llama",
-    "mistral": "rotary:llama",
-    "qwen2": "rotary:qwen2",
-    "qwen3": "rotary:qwen3",
-    "phi3": "rotary:phi3",
-    "olmo2": "rotary:olmo2",
-    "olmo3": "rotary:olmo3",
-    "smollm3": "rotary:smollm3",
-    "gemma": "rotary:gemma",
-    "gemma2": "rotary:gemma2",
-    "gemma3_text": "rotary:gemma3",
-    "gpt2": "gpt2:gpt2",
-    "qwen3_next": "qwen3_next:qwen3_next",
-    "qwen3_5_text": "qwen3_next:qwen3_next",
-    "olmo_hybrid": "olmo_hybrid:olmo_hybrid",
-    "kimi_linear": "kimi_linear:kimi_linear",
-    "mamba2": "mamba2:mamba2",
-    "mamba3": "mamba3:mamba3",
-    "forgetting_transformer-project_fox": "fox:forgetting_transformer",
-    "transformer-project_fox": "fox:transformer",
-    "delta_net-project_fox": "fla:delta_net",
-    "hgrn2-project_fox": "fox:hgrn2",
-    "mamba2-project_fox": "mamba2:mamba2",
-    "forgetting_transformer": "fla:forgetting_transformer",
-    "path_attn": "fla:path_attn",
-    "delta_net": "fla:delta_net",
-    "gated_deltanet": "fla:gated_deltanet",
-    "gated_deltaproduct": "fla:gated_deltaproduct",
-    "comba": "fla:comba",
-    "kda": "fla:kda",
-    "gla": "fla:gla",
-    "retnet": "fla:retnet",
-    "wall_transformer": "fla:wall_transformer",
-    "rwkv7": "rwkv7:rwkv7",
-}
-# models of text and images -> the kind of their language model
-AROUND = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
 OF_IMAGES = tuple(
     f"{outer}{part}." for part in ("visual", "vision_tower", "multi_modal_projector") for outer in ("", "model.")
 )
-EXPERTS = "its layers have experts, for which the decoder has no place"
-IMAGES = "it reads images, for which nothing here has a place"
-WITHOUT = {  # known kinds of models that have no mapping
-    "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
-    "mamba": "its decay per channel and state is one that no variant has; 'mamba2' loads",
-    **dict.fromkeys(
-        ("gdn2", "gated_deltanet2"),
-        "it erases by a gate per channel of the key, which no gate projection makes; 'gated_deltanet', 'kda' and "
-        "'rwkv7' load",
-    ),
-    "granite": "it scales what each layer adds, for which the decoder has no place; 'llama' loads",
-    "qwen2_moe": f"{EXPERTS}; 'qwen2' loads",
-    "qwen3_moe": f"{EXPERTS}; 'qwen3' loads",
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_text"),
-        f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
-    ),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), f"{IMAGES}; 'qwen2' loads"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{IMAGES}; 'qwen3' and 'qwen3_5' load"),
-    "mixtral": f"{EXPERTS}; 'mistral' loads",
-    "mistral3": f"{IMAGES}; 'mistral' loads",
-    "olmoe": f"{EXPERTS}; 'olmo2' loads",
-    "phimoe": f"{EXPERTS}; 'phi3' loads",
-    "phi3_v": f"{IMAGES}; 'phi3' loads",
-    "phi4_multimodal": "it reads images and sounds, for which nothing here has a place; 'phi3' loads",
-    "attnzoo": "it is a model of this library already",
-}
 
 
 @dataclass(frozen=True)
@@ -178,7 +113,7 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         raise ValueError(
             f"config.json: text_config: expected none beside model_type {kind!r}, whose fields are outside"
         )
-    module, _, name = PEERS[kind].partition(":")
+    module, _, name = PEERS[kind].mapping.partition(":")
     make: Callable[[Settings], Peer] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     settings = Settings(fields)
     peer = make(settings)
