@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,13 +9,10 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import FLA, Attention, common_sizes, decoder, interleaved
+from attnzoo.models.peers.layout import FLA, Attention, Named, Take, common_sizes, interleaved, mapped
 from attnzoo.models.peers.settings import Settings
-from attnzoo.models.peers.weights import Weights
 
 NORM_EPS = 1e-5  # default of its norms
-Take = Callable[[str], Tensor]
-Named = Iterator[tuple[str, Tensor]]
 
 
 def forgetting_transformer(settings: Settings) -> Peer:
@@ -279,11 +275,7 @@ def _peer(
     settings.only("elementwise_affine", True)
     settings.read.add("conv_size")  # without convolutions
     config = model_config(settings, name, options, heads or settings["num_heads"])
-
-    def weights(theirs: Weights) -> Named:
-        return decoder(theirs, FLA, config.num_layers, attention, config.tie_embeddings)
-
-    return Peer(config, weights, notes)
+    return Peer(config, mapped(config, FLA, attention), notes)
 
 
 def model_config(settings: Settings, variant: str, options: dict[str, Any], heads: int) -> ModelConfig:

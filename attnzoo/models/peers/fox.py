@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +10,8 @@ from torch import Tensor
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.fla import model_config
-from attnzoo.models.peers.layout import FLA, decoder, interleaved
+from attnzoo.models.peers.layout import FLA, Named, Take, interleaved, mapped
 from attnzoo.models.peers.settings import Settings
-from attnzoo.models.peers.weights import Weights
 
 GATES = {"full": "forget", "bias_only": "independent", "fixed": "fixed", "none": None}
 QK_NORM_EPS = 1e-5
@@ -29,7 +27,7 @@ def hgrn2(settings: Settings) -> Peer:
     """HGRN2: `gla` whose keys are 1 - f. Its lower bounds are never passed to the layers in that code, so all are 0."""
     settings.only("elementwise_affine", True)
     settings.only("hidden_act", "swish", "silu")
-    D, L, eps = settings["hidden_size"], settings["num_hidden_layers"], settings.get("norm_eps", 1e-6)
+    D, eps = settings["hidden_size"], settings.get("norm_eps", 1e-6)
     H = settings.get("num_heads", D // settings.get("expand_ratio", 128))
     convolved = settings.get("use_short_conv", False)
     options: dict[str, Any] = {
@@ -40,7 +38,7 @@ def hgrn2(settings: Settings) -> Peer:
         options |= {"conv_size": settings.get("conv_size", 4), "conv_activation": "identity"}
     config = model_config(settings, "gla", options, H)
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         for ours, theirs in (("q", "q"), ("k", "f"), ("v", "i")):
             yield f"{ours}_proj.weight", take(f"{theirs}_proj.weight")
             if convolved:
@@ -48,10 +46,7 @@ def hgrn2(settings: Settings) -> Peer:
         yield "output_norm.weight", take("g_norm.weight").unflatten(0, (H, -1))
         yield "o_proj.weight", take("o_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        theirs.skip("model.lower_bounds")
-        return decoder(theirs, FLA, L, attention, config.tie_embeddings)
-
+    weights = mapped(config, FLA, attention, left_out=lambda name: name == "model.lower_bounds")
     return Peer(config, weights, ("HGRN2: its layers are given no lower bounds, as in the authors' code",))
 
 
@@ -65,7 +60,7 @@ def forgetting_transformer(settings: Settings) -> Peer:
         settings.only("fgate_type", *GATES)
     if kind != "none":
         settings.only("window_size", None)
-    D, H, L = settings["hidden_size"], settings["num_heads"], settings["num_hidden_layers"]
+    D, H = settings["hidden_size"], settings["num_heads"]
     G, eps = settings.get("num_kv_heads", H), settings.get("norm_eps", 1e-6)
     rotates, shared = settings.get("use_rope", False), settings.get("qk_norm_share_param_across_head", False)
     normed, output_normed = settings.get("qk_norm", False), settings.get("use_output_norm", False)
@@ -97,7 +92,7 @@ def forgetting_transformer(settings: Settings) -> Peer:
     def turned(rows: Tensor, heads: int) -> Tensor:
         return interleaved(rows, heads) if rotates else rows
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         yield "q_proj.weight", turned(take("q_proj.weight"), H)
         for name, is_shifted in shifted.items():
             weight = take(f"{name}_proj.linear.weight" if is_shifted else f"{name}_proj.weight")
@@ -121,7 +116,4 @@ def forgetting_transformer(settings: Settings) -> Peer:
             yield "output_gate.weight", take("ogate_proj.weight")
         yield "o_proj.weight", take("o_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        return decoder(theirs, FLA, L, attention, config.tie_embeddings)
-
-    return Peer(config, weights)
+    return Peer(config, mapped(config, FLA, attention))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch import Tensor
-
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import common_sizes, pattern
+from attnzoo.models.peers.layout import Named, common_sizes, pattern
 from attnzoo.models.peers.rotary import head_dim
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
@@ -43,13 +39,13 @@ def gpt2(settings: Settings) -> Peer:
         **common_sizes(settings, tied=True),
     )  # fmt: skip
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+    def weights(theirs: Weights) -> Named:
         theirs.rename(lambda name: None if name.endswith(MASKS) else _prefixed(name))
 
-        def norm(ours: str, name: str) -> Iterator[tuple[str, Tensor]]:
+        def norm(ours: str, name: str) -> Named:
             yield from ((f"{ours}.{part}", theirs(f"{name}.{part}")) for part in ("weight", "bias"))
 
-        def maps(name: str, *ours: str) -> Iterator[tuple[str, Tensor]]:
+        def maps(name: str, *ours: str) -> Named:
             """A linear map `[in, out]`, cut into several along its outputs."""
             yield from zip((f"{one}.weight" for one in ours), theirs(f"{name}.weight").T.chunk(len(ours)), strict=True)
             yield from zip((f"{one}.bias" for one in ours), theirs(f"{name}.bias").chunk(len(ours)), strict=True)

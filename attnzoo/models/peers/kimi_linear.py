@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, Named, Take, common_sizes, decoder, pattern
 from attnzoo.models.peers.rotary import norm_eps
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
@@ -55,11 +53,11 @@ def kimi_linear(settings: Settings) -> Peer:
         intermediate_size=settings["intermediate_size"], **common_sizes(settings),
     )  # fmt: skip
 
-    def attention(whole: bool, take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(whole: bool, take: Take, index: int) -> Named:
         yield "o_proj.weight", take("o_proj.weight")
         yield from full(take) if kinds[index] == FULL else kda(take, whole)
 
-    def full(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def full(take: Take) -> Named:
         q = take("q_proj.weight").unflatten(0, (H, own + shared))
         yield "q_proj.weight", q.roll(shared, 1).flatten(0, 1)  # the shared channels, its last, are our first
         down, k = take("kv_a_proj_with_mqa.weight").split([rank, shared])
@@ -70,7 +68,7 @@ def kimi_linear(settings: Settings) -> Peer:
         yield "k_proj.weight", k.flatten(0, 1)
         yield "v_proj.weight", v.flatten(0, 1)
 
-    def kda(take: Callable[[str], Tensor], whole: bool) -> Iterator[tuple[str, Tensor]]:
+    def kda(take: Take, whole: bool) -> Named:
         # in memory one matrix, in files three
         parts = take("conv1d.weight").chunk(3) if whole else [take(f"{name}_conv1d.weight") for name in "qkv"]
         for name, part in zip("qkv", parts, strict=True):
@@ -87,7 +85,7 @@ def kimi_linear(settings: Settings) -> Peer:
         yield "output_gate.1.weight", up
         yield "output_gate.1.bias", torch.zeros_like(up[:, 0])
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+    def weights(theirs: Weights) -> Named:
         theirs.rename(lambda name: name.replace(".self_attn.forget_gate.", ".self_attn."))  # in memory, not in files
         whole = any(name.endswith(".conv1d.weight") for name in theirs.names)
         return decoder(theirs, TRANSFORMERS, L, partial(attention, whole), config.tie_embeddings)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -57,13 +58,32 @@ TRANSFORMERS = Layout(
 FLA = Layout("model.embeddings", "model.norm", "model.layers.{}", "attn_norm", "mlp_norm", "attn")
 MAMBA = Layout("backbone.embeddings", "backbone.norm_f", "backbone.layers.{}", "norm", None, "mixer")
 
-Attention = Callable[[Callable[[str], Tensor], int], Iterator[tuple[str, Tensor]]]
+Take = Callable[[str], Tensor]
+Named = Iterator[tuple[str, Tensor]]  # our names and tensors
+Attention = Callable[[Take, int], Named]
+
+
+def mapped(
+    config: ModelConfig, layout: Layout, attention: Attention, left_out: Callable[[str], bool] = lambda name: False
+) -> Callable[[Weights], Named]:
+    """What :class:`~attnzoo.models.peers.Peer` takes for weights: those of a :func:`decoder` with these sizes.
+
+    Args:
+        left_out: whether a weight of this name is in files alone, and loaded by none.
+    """
+
+    def weights(theirs: Weights) -> Named:
+        for name in filter(left_out, theirs.names):
+            theirs.skip(name)
+        return decoder(theirs, layout, config.num_layers, attention, config.tie_embeddings)
+
+    return weights
 
 
 def decoder(
     weights: Weights, layout: Layout | Sequence[Layout], layers: int, attention: Attention, tied: bool,
     mlp: Attention | None = None,
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+) -> Named:  # fmt: skip
     """Our names and tensors of a whole decoder.
 
     Args:
@@ -78,13 +98,13 @@ def decoder(
     layouts = [layout] * layers if isinstance(layout, Layout) else list(layout)
     whole = layouts[0]
 
-    def norm(ours: str, theirs: str) -> Iterator[tuple[str, Tensor]]:
+    def norm(ours: str, theirs: str) -> Named:
         weight = weights(f"{theirs}.weight")
         yield f"{ours}.weight", 1 + weight if whole.centred else weight
         if f"{theirs}.bias" in weights:
             yield f"{ours}.bias", weights(f"{theirs}.bias")
 
-    def taken(part: Attention, place: str, i: int) -> Iterator[tuple[str, Tensor]]:
+    def taken(part: Attention, place: str, i: int) -> Named:
         """The weights that `part` yields of the layer i, whose module is called `place`."""
         return part(lambda name: weights(f"{place}.{name}"), i)
 
@@ -106,7 +126,7 @@ def decoder(
     yield "head.weight", weights(head if head in weights or not tied else embedding)
 
 
-def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
+def _mlp(weights: Weights, theirs: str, ours: str) -> Named:
     for part in ("weight", "bias") if f"{theirs}.down_proj.bias" in weights else ("weight",):
         fused = f"{theirs}.gate_up_proj.{part}"  # Phi-3's name
         gate = weights(fused if fused in weights else f"{theirs}.gate_proj.{part}")

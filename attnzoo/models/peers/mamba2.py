@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import MAMBA, common_sizes, decoder
+from attnzoo.models.peers.layout import MAMBA, Named, Take, common_sizes, decoder
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -53,7 +50,7 @@ def mamba2(settings: Settings) -> Peer:
         **common_sizes(settings),
     )
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         sizes = {"v": H * V, "k": G * K, "q": G * K}
         z, *inner, dt = take("in_proj.weight").split([H * V, *sizes.values(), H])
         yield "output_gate.weight", z
@@ -71,7 +68,7 @@ def mamba2(settings: Settings) -> Peer:
             yield "output_norm.weight", take("norm.weight").unflatten(0, (H, V))
         yield "o_proj.weight", take("out_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+    def weights(theirs: Weights) -> Named:
         older = "backbone.embedding.weight" in theirs
         layout = replace(MAMBA, embedding="backbone.embedding") if older else MAMBA
         return decoder(theirs, layout, L, attention, config.tie_embeddings)

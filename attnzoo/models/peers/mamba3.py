@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import MAMBA, common_sizes, decoder
+from attnzoo.models.peers.layout import MAMBA, Named, Take, common_sizes, mapped
 from attnzoo.models.peers.settings import Settings
-from attnzoo.models.peers.weights import Weights
 
 SEVERAL = "is_mimo: expected False (a token has one input per step; without several, 'mamba3' loads), got True"
 
@@ -23,7 +19,7 @@ def mamba3(settings: Settings) -> Peer:
     if settings.get("is_mimo", False):
         raise ValueError(f"{settings.place}{SEVERAL}")
     settings.read.add("mimo_rank")
-    D, L, G = settings["hidden_size"], settings["num_hidden_layers"], settings.get("n_groups", 1)
+    D, G = settings["hidden_size"], settings.get("n_groups", 1)
     K, V, eps = settings.get("state_size", 128), settings.get("head_dim", 64), settings.get("norm_eps", 1e-5)
     H = settings.get("num_heads", settings.get("expand", 2) * D // V)
     share, normed = settings.get("rope_fraction", 0.5), settings.get("is_outproj_norm", False)
@@ -38,7 +34,7 @@ def mamba3(settings: Settings) -> Peer:
         **common_sizes(settings),
     )  # fmt: skip
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         names = {
             "output_gate": H * V, "v_proj": H * V, "k_proj": G * K, "q_proj": G * K, "gate.dt_proj": H,
             "gate.a_proj": H, "gate.trap_proj": H, "gate.angle_proj": pairs,
@@ -54,10 +50,7 @@ def mamba3(settings: Settings) -> Peer:
             yield "output_norm.weight", take("norm.weight").unflatten(0, (H, V))
         yield "o_proj.weight", take("out_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        return decoder(theirs, MAMBA, L, attention, config.tie_embeddings)
-
     notes: tuple[str, ...] = ()
     if settings.get("residual_in_fp32", True):
         notes = ("Mamba-3: the sum over the layers has the dtype of the weights (residual_in_fp32 there: float32)",)
-    return Peer(config, weights, notes)
+    return Peer(config, mapped(config, MAMBA, attention), notes)

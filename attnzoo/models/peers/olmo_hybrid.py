@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, Named, Take, common_sizes, decoder, pattern
 from attnzoo.models.peers.rotary import BEHIND, norm_eps
 from attnzoo.models.peers.scaling import rotation
 from attnzoo.models.peers.settings import Settings
@@ -63,10 +61,10 @@ def olmo_hybrid(settings: Settings) -> Peer:
         intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
     )  # fmt: skip
 
-    def attention(apart: bool, take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(apart: bool, take: Take, index: int) -> Named:
         yield from gated_deltanet(take, apart) if kinds[index] == "linear_attention" else full(take)
 
-    def full(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def full(take: Take) -> Named:
         for name, heads in (("q", H), ("k", G)):
             rows, scale = take(f"{name}_proj.weight"), take(f"{name}_norm.weight")
             if turn is not None:
@@ -78,7 +76,7 @@ def olmo_hybrid(settings: Settings) -> Peer:
         if turn is not None:
             yield "gate.angle", turn.angle.clone()
 
-    def gated_deltanet(take: Callable[[str], Tensor], apart: bool) -> Iterator[tuple[str, Tensor]]:
+    def gated_deltanet(take: Take, apart: bool) -> Named:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             yield f"{name}.weight", take(f"{name}.weight")
         widths = [key_heads * key_dim] * 2 + [value_heads * value_dim]
@@ -93,7 +91,7 @@ def olmo_hybrid(settings: Settings) -> Peer:
         yield "output_norm.weight", take("o_norm.weight")
         yield "output_gate.weight", take("g_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+    def weights(theirs: Weights) -> Named:
         theirs.rename(_as_in_its_class)
         apart = any(name.endswith("q_conv1d.weight") for name in theirs.names)
         layouts = [LINEAR if kind == "linear_attention" else BEHIND for kind in kinds]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, Named, Take, common_sizes, mapped, pattern
 from attnzoo.models.peers.rotary import head_dim, norm_eps
 from attnzoo.models.peers.scaling import rotation
 from attnzoo.models.peers.settings import Settings
-from attnzoo.models.peers.weights import Weights
 
 LAYOUT = replace(TRANSFORMERS, attention="", centred=True)
 KINDS = {"linear_attention": "gated_deltanet", "full_attention": "rope"}
@@ -55,13 +51,13 @@ def qwen3_next(settings: Settings) -> Peer:
         num_heads=H, intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
     )  # fmt: skip
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         if KINDS[names[index]] == "rope":
             yield from rope(lambda name: take(f"self_attn.{name}"))
         else:
             yield from gated_deltanet(lambda name: take(f"linear_attn.{name}"))
 
-    def rope(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def rope(take: Take) -> Named:
         q, gate = take("q_proj.weight").unflatten(0, (H, 2, K)).unbind(1)  # per head, [H, K, D]
         yield "q_proj.weight", turn.keys(q.flatten(0, 1), H)
         yield "output_gate.weight", gate.flatten(0, 1)
@@ -72,7 +68,7 @@ def qwen3_next(settings: Settings) -> Peer:
             yield name, take(name)
         yield "gate.angle", turn.angle.clone()
 
-    def gated_deltanet(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gated_deltanet(take: Take) -> Named:
         maps = ("gate.members.1.beta_proj", "gate.members.0.dt_proj")
         if newer:
             q_k_v = take("in_proj_qkv.weight").split([key_heads * key_dim] * 2 + [value_heads * value_dim])
@@ -92,12 +88,8 @@ def qwen3_next(settings: Settings) -> Peer:
         yield "output_norm.weight", take("norm.weight")
         yield "o_proj.weight", take("out_proj.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        for name in theirs.names:
-            if name.startswith("mtp."):  # the multi-token prediction head, which transformers does not load either
-                theirs.skip(name)
-        return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
-
+    # the multi-token prediction head is none of transformers' models either
+    weights = mapped(config, LAYOUT, attention, left_out=lambda name: name.startswith("mtp."))
     rounded = f"{'Qwen3.5' if newer else 'Qwen3-Next'}: norms scale by 1 + w, rounded here to the dtype of the weights"
     return Peer(config, weights, (rounded, *turn.notes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, Layout, common_sizes, decoder, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, Layout, Named, Take, common_sizes, mapped, pattern
 from attnzoo.models.peers.scaling import PeerRotation, rope_by_kind, rope_settings, rotation
 from attnzoo.models.peers.settings import Settings
-from attnzoo.models.peers.weights import Weights
 
 # norms behind attention and MLP, in place of those before them
 BEHIND = replace(TRANSFORMERS, attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
@@ -170,7 +169,7 @@ def _peer(
         intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings, tied), **decoders,
     )  # fmt: skip
 
-    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def attention(take: Take, index: int) -> Named:
         fused = take("qkv_proj.weight").split([H * K, G * K, G * K]) if kind == "phi3" else None
         for number, (name, heads) in enumerate((("q", H), ("k", G), ("v", G))):
             turn = turns[index] if turned[index] and name != "v" else None
@@ -191,12 +190,8 @@ def _peer(
         if turned[index]:
             yield "gate.angle", turns[index].angle.clone()
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        for name in theirs.names:
-            if name.endswith("rotary_emb.inv_freq"):  # a table in files of early releases, never loaded
-                theirs.skip(name)
-        return decoder(theirs, layout, L, attention, config.tie_embeddings)
-
+    # a table in files of early releases
+    weights = mapped(config, layout, attention, left_out=lambda name: name.endswith("rotary_emb.inv_freq"))
     rounded = (f"{kind}: norms scale by 1 + w, rounded here to the dtype of the weights",) if layout.centred else ()
     notes = dict.fromkeys(note for turn in rotations.values() for note in turn.notes)
     return Peer(config, weights, (*rounded, *notes))

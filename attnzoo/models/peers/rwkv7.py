@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import FLA, common_sizes, decoder
+from attnzoo.models.peers.layout import FLA, Named, Take, common_sizes, decoder
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -47,7 +45,7 @@ def rwkv7(settings: Settings) -> Peer:
         **common_sizes(settings),
     )  # fmt: skip
 
-    def layer(together: str, take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def layer(together: str, take: Take, index: int) -> Named:
         rows = take(together).view(6, D) if together else torch.cat([take(f"x_{name}").view(1, D) for name in MIXED])
         yield "token_mix.weight", rows[[0, 2, 3, 5]]
         yield "gate.mix.weight", rows[[1, 4]]
@@ -69,12 +67,12 @@ def rwkv7(settings: Settings) -> Peer:
         for place in (0, 2):
             yield f"output_gate.{place}.weight", take(f"g_lora.lora.{place}.weight")
 
-    def mlp(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+    def mlp(take: Take, index: int) -> Named:
         yield "mlp_mix.weight", take("x_k").view(1, D)
         yield "mlp.up.weight", take("key.weight")
         yield "mlp.down.weight", take("value.weight")
 
-    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+    def weights(theirs: Weights) -> Named:
         for part in ("weight", "bias"):
             yield f"embedding_norm.{part}", theirs(f"model.layers.0.pre_norm.{part}")
         whole = "model.layers.0.attn.x_x" in theirs
