@@ -29,6 +29,20 @@ class RowGates(NamedTuple):
     first_visible: Some = None
     first_computed: Some = None
 
+    def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
+        """All four as kernels take them: ``like``, which is not read, in place of each that is None."""
+        return tuple(like if x is None else x for x in self)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The constants of a launch that say which first keys there are."""
+        return {"HAS_SINCE": self.first_visible is not None, "HAS_START": self.first_computed is not None}
+
+    @property
+    def bounded(self) -> bool:
+        """Whether some rows may see, or compute, less than all keys before them."""
+        return self.first_visible is not None or self.first_computed is not None
+
 
 class Attended(NamedTuple):
     """Outputs of a forward op.

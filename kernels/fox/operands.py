@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.kernels.common.launching import head_block
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.retention import Rule
 from attnzoo.kernels.common.rows import Attended
@@ -30,6 +31,12 @@ class FoxOperands(NamedTuple):
     def portable_alone(self) -> str:
         """What of the call only the portable kernels serve, or ""."""
         return "retention" if self.rule is not None else self.options.portable_alone
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The constants of a launch that say how many heads and channels there are."""
+        H, (G, K), V = self.q.shape[2], self.k.shape[2:], self.v.shape[3]
+        return {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
 
 
 class FoxForward(NamedTuple):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.levels.head_groups import HeadGroup
@@ -32,6 +33,11 @@ class LevelRows(NamedTuple):
     o_rest: Some
     sink: Some
     options: OpOptions
+
+    @property
+    def gate(self) -> int:
+        """GATE of a launch."""
+        return GATE_NONE if self.rows.c is None else GATE_FULL
 
 
 class LevelGradients(NamedTuple):
@@ -84,14 +90,5 @@ def rows_of(
     """
     o, lse, rows, o_rest = made
     rest = None if o_rest is None else group.queries(o_rest)
-    return LevelRows(
-        block,
-        levels,
-        v,
-        group.queries(o),
-        lse[group.b, group.h],
-        gates_of(group, rows),
-        rest,
-        group.heads(sink),
-        options,
-    )
+    own = group.queries(o), lse[group.b, group.h], gates_of(group, rows)
+    return LevelRows(block, levels, v, *own, rest, group.heads(sink), options)

@@ -23,11 +23,10 @@ from attnzoo.kernels.levels.gates import summed
 from attnzoo.kernels.levels.head_groups import HeadGroup, head_groups
 from attnzoo.kernels.levels.layout import Wanted, clear_tails
 from attnzoo.kernels.levels.operands import LevelGradients, gates_of, rows_of
-from attnzoo.kernels.levels.plan import BACKWARD, FORWARD
+from attnzoo.kernels.levels.plan import BACKWARD, FORWARD, LevelsCall, plan
 from attnzoo.kernels.levels.portable.prune import block_starts
 from attnzoo.kernels.wall.operands import WallBackward, WallForward, WallGradients, WallOperands, WallWanted
 
-from .plan import LevelsCall, plan
 from .portable.carry import carry
 from .portable.carry_backward import carry_backward
 

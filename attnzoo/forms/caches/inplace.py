@@ -106,9 +106,11 @@ class Memory(Protocol):
 
     def kept(self, row: int) -> list[int] | None:
         """The number of keys of each key head of sequence ``row``; None where there are no keys."""
+        return None
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors that it holds on the device."""
+        """The tensors that it holds on the device: its own attributes."""
+        yield from (x for x in vars(self).values() if isinstance(x, Tensor))
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         """Bytes that a step of ``heads`` query heads and ``tokens`` tokens takes besides, where they are many."""
@@ -163,12 +165,6 @@ class MatrixMemory(Memory):
 
     def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
-
-    def kept(self, row: int) -> None:
-        return None
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.matrix
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         return 0 if tokens == 1 else size_of(self.matrix)  # the state after all of them

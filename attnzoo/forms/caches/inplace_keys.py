@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -168,9 +168,6 @@ class KeyMemory(Memory):
     def kept(self, row: int) -> list[int]:
         return [self.rows.lengths[row]] * self.v.shape[1]
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (x for x in (self.k, self.v, self.decay, self.phase) if x is not None)
-
     def workspace(self, heads: int, tokens: int = 1) -> int:
         (B, *_, S), wide = self.k.shape, max(4, self.k.itemsize)
         return wide * (self.k.numel() + self.v.numel() + 3 * B * heads * tokens * S)  # copies, logits and weights
@@ -263,9 +260,6 @@ class CarriedMemory(Memory):
 
     def kept(self, row: int) -> list[int]:
         return [self.rows.lengths[row]] * self.v.shape[2]
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         return 0 if tokens == 1 else size_of(self.k) + size_of(self.valid)

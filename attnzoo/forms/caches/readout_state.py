@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -94,12 +93,6 @@ class SlotMemory(ExtendedMemory):
     def admit(self, row: int, state: ReadoutState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
 
-    def kept(self, row: int) -> None:
-        return None
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.matrix
-
     def workspace(self, heads: int, tokens: int = 1) -> int:
         return 2 * self.matrix.numel() * self.matrix.itemsize
 
@@ -153,9 +146,6 @@ class WeighedMemory(ExtendedMemory):
 
     def kept(self, row: int) -> list[int]:
         return [self.rows.lengths[row]] * self.v.shape[2]
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         (B, S), wide = self.valid.shape, max(4, self.k.itemsize)

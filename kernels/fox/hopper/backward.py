@@ -113,7 +113,7 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     Works on B H T K float32 numbers beside its results, and on 2 B G S K more where heads are apart. Not deterministic.
     """
     (q, k, v, log_decay, sink, options, *_), (o, _, lse, rows, o_rest) = x.given, x.made
-    c, base, first_visible, first_computed = rows
+    c, base, since, start = rows.pointers(lse)
     do, dlse, scale, unrounded = x.do, x.dlse, options.scale, x.unrounded
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     BK, BV = head_block(K), head_block(V)
@@ -129,17 +129,17 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
     dq_tiles = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
     like = lse if unrounded else q
     dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
+    gates = (c, base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
     fox_bwd_rows_kernel[(B * H * (n_t * t.BT // 64),)](
         o, o if o_rest is None else o_rest, do, lse, lse if dlse is None else dlse, of_rows, delta, p_w, *gates,
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
-    apart = heads_apart(T, H // G, K, V, first_computed is not None)
-    end, opened, order = lse, lse, head_order(first_computed, G)
-    if first_visible is not None or first_computed is not None:
-        bounds = key_bounds(first_visible, first_computed, B, T, H, S)
+    apart = heads_apart(T, H // G, K, V, rows.first_computed is not None)
+    end, opened, order = lse, lse, head_order(rows.first_computed, G)
+    if rows.bounded:
+        bounds = key_bounds(*rows[2:], B, T, H, S)
         end, opened = bounds.end, bounds.open
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (of_rows, delta)]
     d_k, d_v, tile = gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), [t.BT * BK // 256, 256]
@@ -151,12 +151,10 @@ def fox_backward_hopper(x: FoxBackward, plan: Plan) -> FoxSums:
         d_dk, d_dv = dk if unrounded else gluon_descriptor(dk, t.BS), gluon_descriptor(dv, t.BS)
     fox_bwd_hopper_kernel[(n_s * heads,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles, tile),
-        d_dk, d_dv, sums, p_dc, *gates, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, lse if order is None else order, end, opened, T, S,
-        min(t.heads, heads), scale, scale * LOG2E, *row_strides(first_visible), H=H, REP=H // G, K=K, BK=BK, BV=BV,
-        BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=first_visible is not None,
-        HAS_START=first_computed is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
-        APART=apart, num_warps=t.num_warps, maxnreg=t.maxnreg,
+        d_dk, d_dv, sums, p_dc, *gates, since, start, lse if order is None else order, end, opened, T, S,
+        min(t.heads, heads), scale, scale * LOG2E, *row_strides(rows.first_visible), H=H, REP=H // G, K=K, BK=BK,
+        BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, **rows.flags, HAS_ORDER=order is not None,
+        STAGES=t.num_stages, UNROUNDED=unrounded, APART=apart, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     if apart:
         fox_keys_kernel[(n_s * B * G,)](key_tiles, dk, dv, S, scale, G=G, K=K, V=V, BK=BK, BS=t.BS, num_warps=8)

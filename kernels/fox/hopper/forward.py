@@ -253,20 +253,19 @@ def fox_forward_hopper(
     given: FoxOperands, rows: RowGates, plan: Plan, *, o_rest: Tensor | None = None, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``portable.forward.fox_forward``, where the plan says so, which it does not of keys that may not exist."""
-    (q, k, v, log_decay, sink, options, *_), (c, base, first_visible, first_computed) = given, rows
+    q, k, v, log_decay, sink, options, *_ = given
     (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], HOPPER_FORWARD
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     n_tasks, taken = cdiv(T, t.BT) * B * H, q.new_zeros((1,), dtype=torch.int32)
     d_o = gluon_descriptor(o, t.BT // 2)
     d_rest = d_o if o_rest is None else gluon_descriptor(o_rest, t.BT // 2)
+    c, base, since, start = rows.pointers(lse)
     fox_fwd_hopper_kernel[(min(n_tasks, multiprocessors(q.device)),)](
         gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), d_o, d_rest, lse, taken,
-        lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay,
-        lse if first_visible is None else first_visible, lse if first_computed is None else first_computed,
-        lse if sink is None else sink, n_tasks, T, S, min(t.heads, B * H), options.scale * LOG2E,
-        *row_strides(first_visible), H=H, REP=H // G, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT,
-        KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=first_visible is not None,
-        HAS_START=first_computed is not None, HAS_SINK=sink is not None, HAS_REST=o_rest is not None,
-        STAGES=t.num_stages, num_warps=t.num_warps,
+        c, base, lse if log_decay is None else log_decay, since, start, lse if sink is None else sink, n_tasks, T, S,
+        min(t.heads, B * H), options.scale * LOG2E, *row_strides(rows.first_visible), H=H, REP=H // G,
+        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
+        **rows.flags, HAS_SINK=sink is not None, HAS_REST=o_rest is not None, STAGES=t.num_stages,
+        num_warps=t.num_warps,
     )  # fmt: skip
     return o, lse

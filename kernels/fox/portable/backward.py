@@ -332,7 +332,7 @@ def fox_dkdv_portable_kernel(
 def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     """Launch the backward kernels on what the forward pass saved, as far as gradients are wanted."""
     (q, k, v, log_decay, sink, options, retention, rule), (o, _, lse, rows, _) = x.given, x.made
-    c, base, first_visible, first_computed = rows
+    c, base, *limits = rows.pointers(lse)
     do, dlse, scale, unrounded = addressable(x.do), x.dlse, options.scale, x.unrounded
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
@@ -343,19 +343,12 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     dretention = None if retention is None else lse.new_empty(retention.shape)
     like = lse if unrounded else q
     dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    bounded = first_visible is not None or first_computed is not None
     flags: dict[str, Any] = {
-        "GATE": gate, "HAS_SINCE": first_visible is not None, "HAS_START": first_computed is not None,
-        "PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT, "UNROUNDED": unrounded,
-        "KIND": retention_kind(retention),
+        **x.given.dims, **rows.flags, "GATE": gate, "PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT,
+        "UNROUNDED": unrounded, "KIND": retention_kind(retention),
     }  # fmt: skip
-    dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
-    gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
-    limits = (
-        lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed,
-    )
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(first_visible))
+    gates = (c, base, lse if log_decay is None else log_decay)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(rows.first_visible))
     strides += retention_strides(retention)
     p_keep, numbers = lse if retention is None else retention, numbers_of(rule)
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
@@ -370,18 +363,18 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, p_keep, T, S, min(t.heads, B * H),
-            scale, options.scale2, numbers, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
+            scale, options.scale2, numbers, *strides, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     if x.wanted.keys:
-        end, full = key_bounds(first_visible, first_computed, B, T, H, S)[:2] if bounded else limits
+        end, full = key_bounds(*rows[2:], B, T, H, S)[:2] if rows.bounded else limits
         t = plan.of("dkdv")
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
         fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
             p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey,
             lse if dretention is None else dretention, *gates, *limits, end, full, p_keep, T, S, min(t.heads, B * G),
-            scale, options.scale2, numbers, *strides, **dims, **flags,
+            scale, options.scale2, numbers, *strides, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     return FoxSums(dq, dk, dv, dkey, drow, dretention)

@@ -179,30 +179,29 @@ def fox_split_forward(
 
     c and base may have room for more than S keys; first visible keys may be those of the T rows alone.
     """
-    (q, k, v, log_decay, sink, options, *_), (c, base, first_visible, first_computed) = given, rows
+    q, k, v, log_decay, sink, options, *_ = given
     (B, T, H, K), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
+    if rows.first_visible is not None:
+        rows = rows._replace(first_visible=rows.first_visible[..., rows.first_visible.shape[2] - T :])
     if o_rest is not None:  # the sum over chunks is not taken apart
         o_rest.zero_()
     chunk = _chunk(B * G, S, q.device)
     n, gate = cdiv(S, chunk), gate_kind(log_decay)
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     part, lses = lse.new_empty((B, H, T, n, V)), lse.new_empty((B, H, T, n))
-    BK, BV = head_block(K), head_block(V)
-    BS, num_stages = _tile(BK + BV, q.element_size())
-    p_c, p_base = lse if c is None else c, lse if base is None else base
+    BV = head_block(V)
+    BS, num_stages = _tile(head_block(K) + BV, q.element_size())
+    c, base, since, start = rows.pointers(lse)
     p_g, there = lse if log_decay is None else log_decay, lse if valid is None else valid
-    NS = base.shape[2] - 1 if base is not None else 0
-    first_visible = None if first_visible is None else first_visible[..., first_visible.shape[2] - T :]
+    NS = rows.base.shape[2] - 1 if rows.base is not None else 0
     fox_split_kernel[(B * G, n)](
-        q, k, v, part, lses, p_c, p_base, p_g, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, there, T, S, NS, n, options.scale2, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *row_strides(first_visible), *valid_strides(valid), H=H, REP=H // G, K=K, V=V,
-        BK=BK, BV=BV, BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
-        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_VALID=valid is not None,
-        PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,
+        q, k, v, part, lses, c, base, p_g, since, start, there, T, S, NS, n, options.scale2, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *row_strides(rows.first_visible), *valid_strides(valid), **given.dims,
+        **rows.flags, BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
+        HAS_VALID=valid is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,
     )  # fmt: skip
     fox_combine_kernel[(B * H, T)](
-        part, lses, o, lse, p_c, p_base, p_g, lse if sink is None else sink, T, S, NS, n, H=H, V=V, BV=BV, BN=16,
+        part, lses, o, lse, c, base, p_g, lse if sink is None else sink, T, S, NS, n, H=H, V=V, BV=BV, BN=16,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=sink is not None, num_warps=4,
     )  # fmt: skip
     return o, lse

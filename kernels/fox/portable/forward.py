@@ -22,7 +22,6 @@ from attnzoo.kernels.common.launching import (
     cdiv,
     dot_precision,
     gate_kind,
-    head_block,
     retention_kind,
     retention_strides,
     row_strides,
@@ -151,21 +150,19 @@ def fox_forward(
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
     """
-    (q, k, v, log_decay, sink, options, retention, rule), (c, base, first_visible, first_computed) = given, rows
-    (B, T, H, K), (S, G), V, t = q.shape, k.shape[1:3], v.shape[3], plan.of("fwd")
-    o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
+    q, k, v, log_decay, sink, options, retention, rule = given
+    (B, T, H, _), S, t = q.shape, k.shape[1], plan.of("fwd")
+    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
+    c, base, since, start = rows.pointers(lse)
     there = lse if valid is None else valid
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
-        lse if log_decay is None else log_decay, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, lse if sink is None else sink, there,
-        lse if retention is None else retention, T, S, min(t.heads, B * H), options.scale2, numbers_of(rule),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *row_strides(first_visible), *valid_strides(valid), *retention_strides(retention), H=H, REP=H // G, K=K, V=V,
-        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
-        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_SINK=sink is not None,
+        q, p_k, p_v, o, o if o_rest is None else o_rest, lse, c, base, lse if log_decay is None else log_decay, since,
+        start, lse if sink is None else sink, there, lse if retention is None else retention, T, S,
+        min(t.heads, B * H), options.scale2, numbers_of(rule), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *row_strides(rows.first_visible), *valid_strides(valid), *retention_strides(retention), **given.dims,
+        **rows.flags, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINK=sink is not None,
         HAS_REST=o_rest is not None, HAS_VALID=valid is not None, KIND=retention_kind(retention), TMA=tma,
         PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

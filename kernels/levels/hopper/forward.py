@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor
 from attnzoo.kernels.common.hopper.forward_steps import (
     key_tiles,
@@ -198,18 +198,15 @@ def path_fwd_hopper_kernel(
 
 def levels_forward_hopper(x: LevelRows, plan: Plan) -> None:
     """As ``portable.forward.levels_forward``, where the plan says so."""
-    block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, options = x
+    block, levels, v, o, lse, rows, o_rest, sink, options = x
     (B, T, H, K), (G, V) = block.q.shape, v.shape[2:]
     t = HOPPER_FORWARD[64 if max(K, V) <= 64 else 128]
     path_fwd_hopper_kernel[(cdiv(T, UNIT) * B * H,)](
         gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
-        o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
-        lse if first_visible is None else first_visible, lse if first_computed is None else first_computed,
-        lse if sink is None else sink, B, T, levels.q.shape[0], min(t.heads, B * H), options.scale * LOG2E,
-        *o.stride()[:3], *row_strides(first_visible), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V),
-        BT=UNIT, KU=KEY_UNIT,
-        GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=first_visible is not None,
-        HAS_START=first_computed is not None, HAS_REST=o_rest is not None, HAS_SINK=sink is not None,
+        o if o_rest is None else o_rest, lse, *rows.pointers(lse), lse if sink is None else sink, B, T,
+        levels.q.shape[0], min(t.heads, B * H), options.scale * LOG2E, *o.stride()[:3],
+        *row_strides(rows.first_visible), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V), BT=UNIT,
+        KU=KEY_UNIT, GATE=x.gate, **rows.flags, HAS_REST=o_rest is not None, HAS_SINK=sink is not None,
         STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip

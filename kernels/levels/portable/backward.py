@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
     addressable,
@@ -39,32 +39,26 @@ def levels_backward(
 
     Those of the levels' queries are in the tiles, where there are any.
     """
-    block, levels, v, o, lse, (c, base, first_visible, first_computed), _, sink, given = x
+    block, levels, v, o, lse, gated, _, sink, given = x
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do, dlse, dv, sums, columns, wanted, *_ = grads
     do = addressable(do)
-    gate, BV = GATE_NONE if c is None else GATE_FULL, value_block(K, V)
+    gate, BV, (c, base, *limits) = x.gate, value_block(K, V), gated.pointers(lse)
     rows = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     d_block, d_levels = grads.like(block, levels)
-    gates = (lse if c is None else c, lse if base is None else base)
+    gates = (c, base)
     p_w, p_dlse = lse if sums is None else sums, lse if dlse is None else dlse
     row_delta_kernel[(B * H * (rows.shape[2] // 64),)](
         o, do, lse, p_dlse, rows, p_w, *gates, lse, lse if sink is None else sink, T, T, *o.stride()[:3],
         *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
         HAS_SINK=sink is not None, HAS_DLSE=dlse is not None,
     )  # fmt: skip
-    limits = (
-        lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed,
-    )
-    bounded = first_visible is not None or first_computed is not None
-    end, full = key_bounds(first_visible, first_computed, B, T, H, T)[:2] if bounded else limits
+    end, full = key_bounds(*gated[2:], B, T, H, T)[:2] if gated.bounded else limits
     sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
     strides = (*v.stride()[:3], *do.stride()[:3])
     options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": BV, "RU": ROW_UNIT,
-               "KU": KEY_UNIT, "GATE": gate, "HAS_SINCE": first_visible is not None,
-               "HAS_START": first_computed is not None, "PREC": dot_precision(v.dtype)}  # fmt: skip
+               "KU": KEY_UNIT, "GATE": gate, "PREC": dot_precision(v.dtype), **gated.flags}  # fmt: skip
     if wanted.queries or wanted.log_decay or wanted.sink:
         t = plan.of("dq")
         tma = t.tma and n > 0 and can_describe(v)
@@ -72,7 +66,7 @@ def levels_backward(
         path_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
             *gates, *limits, *sizes, min(t.heads, B * H), given.scale, given.scale2, *strides,
-            *row_strides(first_visible), **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)),
+            *row_strides(gated.first_visible), **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)),
             HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps,
             num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
@@ -80,7 +74,7 @@ def levels_backward(
     path_dkdv_portable_kernel[(cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), given.scale, given.scale2, *strides, *dv.stride()[:3],
-        *row_strides(first_visible), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
+        *row_strides(gated.first_visible), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip
     if columns is not None:

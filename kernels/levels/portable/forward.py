@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
@@ -198,18 +198,15 @@ def levels_descriptor(x: Tensor, rows: int) -> Any:
 
 def levels_forward(x: LevelRows, plan: Plan) -> None:
     """Fill o, lse and o_rest of the rows; lse is the log2-sum-exp in the frame of the row unit."""
-    (block, levels, v, o, lse, (c, base, first_visible, first_computed), o_rest, sink, options), t = x, plan.of("fwd")
+    (block, levels, v, o, lse, rows, o_rest, sink, options), t = x, plan.of("fwd")
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     tma, BV = t.tma and n > 0 and can_describe(v), value_block(K, V)
     p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
     path_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
-        lse if c is None else c, lse if base is None else base, lse if first_visible is None else first_visible,
-        lse if first_computed is None else first_computed, lse if sink is None else sink, B, T, levels.q.shape[2],
-        levels.k.shape[2], n, min(t.heads, B * H), options.scale2, *v.stride()[:3], *o.stride()[:3],
-        *row_strides(first_visible), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS,
-        BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
-        HAS_SINCE=first_visible is not None, HAS_START=first_computed is not None, HAS_REST=o_rest is not None,
-        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps, num_stages=t.num_stages,
-        maxnreg=t.maxnreg,
+        *rows.pointers(lse), lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,
+        min(t.heads, B * H), options.scale2, *v.stride()[:3], *o.stride()[:3], *row_strides(rows.first_visible), H=H,
+        REP=H // G, K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
+        KU=KEY_UNIT, GATE=x.gate, **rows.flags, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, TMA=tma,
+        PREC=dot_precision(v.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

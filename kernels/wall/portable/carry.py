@@ -22,9 +22,11 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, level_rows, tree_block
-from attnzoo.kernels.wall.plan import launch
 
 from .sums import key_row, query_row, sibling_sum
+
+# Channels and blocks at a time, and launch options, of the kernels of the carries.
+LAUNCH = {"BC": 64, "BN": 16, "num_warps": 4, "num_stages": 1}
 
 
 @launched
@@ -127,7 +129,6 @@ def carry(q: Tensor, k: Tensor, log_diag: Tensor) -> tuple[Leaves, Levels]:
     wall_sums_kernel[(n_c * B * H,)](log_diag, sums, T, *strides, H=H, K=K, BK=BK, C=BLOCK)
     wall_carry_kernel[(n_c * B * H,)](
         q, k, log_diag, *(sums, block.diag, block.q, block.k), *levels, T, B, Tq, Tk, n, *q.stride()[:3],
-        *k.stride()[:3], *strides, H=H, REP=H // G, K=K, BK=BK, C=BLOCK, **precision(q.dtype),
-        **launch("carry"),
+        *k.stride()[:3], *strides, H=H, REP=H // G, K=K, BK=BK, C=BLOCK, **precision(q.dtype), **LAUNCH,
     )  # fmt: skip
     return block, levels

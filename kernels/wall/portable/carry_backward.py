@@ -25,9 +25,8 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, Levels, level_count, tree_block
-from attnzoo.kernels.wall.plan import launch
 
-from .carry import precision
+from .carry import LAUNCH, precision
 from .sums import key_row, query_row, sibling_sum, sum_blocks
 
 
@@ -212,7 +211,7 @@ def carry_backward(
         sums if start is None else start, T, B, d_levels.q.shape[2], d_levels.k.shape[2], n, *q.stride()[:3],
         *k.stride()[:3], *log_diag.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *z.stride()[:3], H=H, REP=H // G,
         K=K, BK=BK, C=BLOCK, GATE=da is not None, HAS_START=start is not None, **precision(q.dtype),
-        **(launch("carry_bwd") | sums_over_loops(machine(q.device))),
+        **(LAUNCH | sums_over_loops(machine(q.device))),
     )  # fmt: skip
     if da is not None and n:
         wall_gates_bwd_kernel[(n_c * B * H,)](part, da, T, B, n, *da.stride()[:3], H=H, K=K, BK=BK, BN=16, C=BLOCK)
