@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnzoo.evaluation.gates import decay_matrix, gate_of_tokens, has_decay
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
-from attnzoo.forms.factors import outputs
+from attnzoo.forms.factors import token_outputs
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 
@@ -81,6 +81,6 @@ def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
     # unit vectors as values: the output is the weights
     values = torch.eye(T, device=core.q.device)[None, :, None].expand(1, T, G, T)
     weights = layer.variant.forms["parallel"](core.q.float(), core.k.float(), values, core.gate, **options)
-    gate, rows = gate_of_tokens(layer, core), outputs(weights, n)[0].transpose(0, 1).double()  # [H, T, T n]
+    gate, rows = gate_of_tokens(layer, core), token_outputs(weights, n)[0].transpose(0, 1).double()  # [H, T, T n]
     matrix = np.asarray(rows.unflatten(-1, (-1, n)).sum(-1).cpu().numpy(), dtype=np.float64)
     return matrix, decay_matrix(gate, T) if has_decay(gate) else None

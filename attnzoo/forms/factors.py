@@ -47,6 +47,6 @@ def sub_tokens(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Ten
     return at(q, n - 1), in_turn(k), in_turn(v), replace(gate, **parts)
 
 
-def outputs(o: Tensor, n: int) -> Tensor:
+def token_outputs(o: Tensor, n: int) -> Tensor:
     """The tokens' outputs ``[B, T, ...]`` from those of their sub-tokens, ``[B, T n, ...]``."""
     return o[:, n - 1 :: n]

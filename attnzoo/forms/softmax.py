@@ -73,7 +73,7 @@ class SoftmaxForms(Forms):
                 step = replace(given, valid=given.valid[:, now])
             o, lse, state = self._attend(q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), state, step)
             rows.append((o, lse))
-        return self._output(*joined(rows), given, v.dtype)
+        return self._output(*joined_blocks(rows), given, v.dtype)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions) -> None:
         check_prune(options.prune, gate, self.transition)
@@ -215,7 +215,7 @@ class SoftmaxForms(Forms):
             outputs.append((o, lse))
         step = 1 if gate.per_query_head else H // G
         new = replace(new, k=carried.mT[:, ::step].transpose(1, 2))
-        return *joined(outputs), new
+        return *joined_blocks(outputs), new
 
     def _attend_whole(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: SoftmaxOptions
@@ -278,7 +278,7 @@ class SoftmaxForms(Forms):
         return o, lse, torch.cat([carried, block.k.mT], -1)
 
 
-def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def joined_blocks(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     """The concatenated outputs and log-sum-exps of blocks of rows."""
     o, lse = zip(*blocks, strict=True)
     return torch.cat(o, 2), None if lse[0] is None else torch.cat(lse, 2)

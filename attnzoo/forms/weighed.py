@@ -133,7 +133,7 @@ class ReadoutForms(Forms):
         if self.readout.stateful:
             return self._recur(ready, state)
         tokens = q.shape[1] + (0 if state is None else len(state))
-        return self._weigh(ready, places(append_valid(state, options.valid, k), None, tokens, q.device), state)
+        return self._weigh(ready, new_places(append_valid(state, options.valid, k), None, tokens, q.device), state)
 
     def in_place(
         self, state: Any, rows: BatchRows, tokens: int, device: torch.device | str, paged: bool | None = None
@@ -156,7 +156,7 @@ class ReadoutForms(Forms):
             ends = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
             gate = replace(gate, log_decay_back=back.masked_fill(ends[:, None], -torch.inf))
         q, k = self.readout.features(q.to(wide), k.to(wide))
-        place = places(options.valid, cu_seqlens, T, q.device)
+        place = new_places(options.valid, cu_seqlens, T, q.device)
         return Ready(q * scale, k, v, gate, options.valid, place, dtype)
 
     def _recur(self, ready: Ready, state: ReadoutState | None) -> tuple[Tensor, ReadoutState]:
@@ -213,7 +213,7 @@ class ReadoutForms(Forms):
         return o.transpose(1, 2).to(ready.dtype), replace(new, k=keys[:, ::step].transpose(1, 2))
 
 
-def places(valid: Tensor | None, cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+def new_places(valid: Tensor | None, cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:
     """How many tokens stand before each in its sequence, absent ones not counted, ``[B or 1, tokens]`` int64.
 
     Args:

@@ -14,7 +14,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, QueryBounds
 from attnzoo.forgetting.cache import Policy
 from attnzoo.forms.caches.inplace import Memory
-from attnzoo.forms.factors import outputs, sub_tokens
+from attnzoo.forms.factors import sub_tokens, token_outputs
 from attnzoo.forms.options import LinearOptions, Options, SoftmaxOptions, check_borders
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels import linear
@@ -261,7 +261,7 @@ class Attention(AttentionParts):
         """The layer's output ``[B, T, D]`` from the core's, ``[B, T, H, V]``."""
         v = projected.values
         if self.keys_per_token > 1:
-            o = outputs(o, self.keys_per_token)
+            o = token_outputs(o, self.keys_per_token)
         norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
         logits = None if self.output_gate is None else self.output_gate(projected.of_gate)
         y: Tensor

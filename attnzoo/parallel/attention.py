@@ -52,7 +52,7 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     if fragments.ranks == 1:
         borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
         return _whole(forms, form, replace(rows, options=replace(rows.options, cu_seqlens=borders)))
-    chosen, why = choose(forms, form, rows, fragments, transport)
+    chosen, why = choose_transport(forms, form, rows, fragments, transport)
     _say(f"context parallelism over {fragments.ranks} ranks: {type(forms).__name__} by {chosen} ({why})")
     if chosen == "heads":
         rows, order = dealt(rows, fragments)
@@ -87,7 +87,7 @@ def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragm
     return attend(forms, name, Rows(*inputs, given), fragments, transport)
 
 
-def choose(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[str, str]:
+def choose_transport(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[str, str]:
     """The transport of a call, and why.
 
     Raises:

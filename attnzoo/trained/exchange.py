@@ -137,7 +137,7 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     """
     _need_transformers("import")
     from attnzoo.models.hf import AttnzooForCausalLM
-    from attnzoo.models.peers import Settings, Weights, build, language_model, peer_of, read_settings
+    from attnzoo.models.peers import Settings, Weights, build_peer, language_model, peer_of, read_settings
 
     fields = read_settings(source)
     peer, settings = peer_of(fields), Settings(fields)
@@ -147,7 +147,7 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
         if len(tokens) > 1 and name != "eos_token_id":
             raise ValueError(f"config.json: {name}: expected one token, got {tokens}")
     with whole_folder(folder) as part:
-        model = build(peer, Weights.of_folder(source), dtype, settings)
+        model = build_peer(peer, Weights.of_folder(source), dtype, settings)
         alone = {name: tokens if len(tokens) > 1 else next(iter(tokens), None) for name, tokens in special.items()}
         context = {**language_model(fields), **fields}.get("max_position_embeddings")
         alone |= {} if context is None else {"max_position_embeddings": context}

@@ -271,7 +271,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         ValueError: a model of another library, or of a kind that is not known; or weights that cannot be read, are
             missing, left over or of another shape.
     """
-    from attnzoo.models.peers import Peer, Settings, Weights, build, from_peer, kind_of, read_settings
+    from attnzoo.models.peers import Peer, Settings, Weights, build_peer, from_peer, kind_of, read_settings
 
     fields = read_settings(folder)
     kind = kind_of(fields)
@@ -292,7 +292,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
             if config.tie_embeddings and f"model.{one}.weight" not in weights:
                 yield f"{one}.weight", weights(f"model.{other}.weight")
 
-    return build(Peer(config, own_names), Weights.of_folder(folder), settings=Settings(fields)).to(device)
+    return build_peer(Peer(config, own_names), Weights.of_folder(folder), settings=Settings(fields)).to(device)
 
 
 def held_out_text(subject: TrainedModel, text: str | Path | None = None) -> Tokens | Joined:

@@ -16,7 +16,7 @@ LEAST = tl.constexpr(-250.0)  # ... and hold the strongest, whose decay is 0 in 
 
 
 @triton.jit
-def load_gates(p_a, o_c, o_n, stride, R, K: tl.constexpr):
+def load_channel_gates(p_a, o_c, o_n, stride, R, K: tl.constexpr):
     """Log2 gates of a block's tokens. # [C, BC]"""
     m_a = (o_c < R)[:, None] & (o_n < K)[None, :]
     b_a = tl.load(p_a + o_c[:, None] * stride + o_n[None, :], mask=m_a, other=0.0)
@@ -24,7 +24,7 @@ def load_gates(p_a, o_c, o_n, stride, R, K: tl.constexpr):
 
 
 @triton.jit
-def spans(o_c, i):
+def gate_spans(o_c, i):
     """The masks of tokens l in t's group of 2^i tokens: up to t (included), and after t. # [C (t), C (l)] twice"""
     b_g = o_c >> i
     m_same = b_g[:, None] == b_g[None, :]
@@ -39,7 +39,7 @@ def meet(o_c, i):
 
 
 @triton.jit
-def add_gates(m, b_a, NP: tl.constexpr):
+def sum_channel_gates(m, b_a, NP: tl.constexpr):
     """Sums of log2 gates over a span, to 11 bits for each of NP pieces. # [C, BC]"""
     b_m, b_rest = m.to(tl.float16), b_a * UNIT
     b_hi = b_rest.to(tl.float16)

@@ -24,7 +24,7 @@ _said: set[tuple[str, str]] = set()
 _right: set[tuple[Any, ...] | None] = set()  # kinds of calls that were checked
 
 
-def check_inputs(
+def check_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, options: AttentionOptions, *,
     valid: Tensor | None = None, gate_sums: GateSums | None = None,
 ) -> None:  # fmt: skip
@@ -127,11 +127,11 @@ def _kind(*given: Any) -> tuple[Any, ...] | None:
 
 
 def check_whole_sequences(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, options: AttentionOptions) -> None:
-    """``check_inputs``, and as many keys as queries, with a gate per token or none."""
+    """``check_attention``, and as many keys as queries, with a gate per token or none."""
     check_tensors({"q": q, "log_decay": log_decay}, needed=("q",))
     if log_decay is not None and log_decay.ndim != 3:
         raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
-    check_inputs(q, k, v, log_decay, options)
+    check_attention(q, k, v, log_decay, options)
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
 

@@ -34,7 +34,7 @@ def partial_sums(partial: Tensor, like: Tensor) -> Tensor:
     return total
 
 
-def shares(rows: int, tile: int, columns: int, num_warps: int) -> tuple[int, int]:
+def program_shares(rows: int, tile: int, columns: int, num_warps: int) -> tuple[int, int]:
     """How many tiles of rows a program adds up, and how many programs that takes for each of the columns.
 
     More programs than keep a GPU busy would only write more shares.

@@ -86,10 +86,10 @@ def paged_attention(
         read = shapes_of_gates(state, H)
         shapes |= {name: read[name] for name in ("decay", "page_sum", "n_log")}
     check_shapes(shapes)
-    check_options(options, state, log_decay)
+    check_page_options(options, state, log_decay)
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     check_table(table, keys.shape[1], length)
-    why = triton_unavailable(q, values) or refuse_gradients(q, keys, values, log_decay, sink)
+    why = triton_unavailable(q, values) or gradients_refused(q, keys, values, log_decay, sink)
     if pick_implementation("decode_attention", impl, why) == "reference":
         with as_given(q):
             return paged_reference(q, state, first_visible=first_visible, log_decay=log_decay, options=options)
@@ -247,7 +247,7 @@ def shapes_of_options(options: AttentionOptions, H: int) -> Shapes:
     return {"sink": (options.sink, (H,), None), "logit_bound": (options.logit_bound, (H,), torch.float32)}
 
 
-def check_options(options: AttentionOptions, state: PagedState, log_decay: object = None) -> None:
+def check_page_options(options: AttentionOptions, state: PagedState, log_decay: object = None) -> None:
     """Options that are no tensors; what pruning over pages needs is there, and a bound only for it."""
     check_numbers(options)
     if options.cu_seqlens is not None:
@@ -279,7 +279,7 @@ def _op() -> Any:
     return op
 
 
-def refuse_gradients(*tensors: Tensor | None) -> str:
+def gradients_refused(*tensors: Tensor | None) -> str:
     """Why the kernels cannot serve a call of which a gradient would be expected, or ""."""
     if records(*tensors):
         return "a step over pages has no gradient in the kernels: expected torch.no_grad()"

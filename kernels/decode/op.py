@@ -11,7 +11,7 @@ from attnzoo.kernels.common.plans import announce
 from attnzoo.kernels.decode.operands import PagedInference, PagedOutput, PagesWritten, PageWrite
 from attnzoo.kernels.decode.parts import TokenParts
 from attnzoo.kernels.decode.plan import DecodeCall, DecodePlan, plan
-from attnzoo.kernels.decode.portable.append import append
+from attnzoo.kernels.decode.portable.append import append_tokens
 from attnzoo.kernels.decode.portable.attention import paged_forward
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
 from attnzoo.kernels.decode.portable.path_pages import CarriedPages, walk_and_carry
@@ -41,7 +41,7 @@ def _infer_fake(x: PagedInference) -> PagedOutput:
 
 def _write(x: PageWrite) -> PagesWritten:
     with on_device_of(x.k):
-        return PagesWritten(append(x))
+        return PagesWritten(append_tokens(x))
 
 
 def _write_fake(x: PageWrite) -> PagesWritten:
@@ -56,7 +56,7 @@ CHANGED = ("keys", "values", "length", "k_norm", "exponents", *GateState._fields
 paged_write_op = NamedOp("attnzoo::paged_write", PageWrite, PagesWritten, _write, _write_fake, CHANGED)
 
 
-def step(
+def page_step(
     tokens: tuple[Tensor, Tensor, Tensor], state: PagedState, past: Tensor, count: Tensor, parts: TokenParts,
     sink: Tensor | None, options: OpOptions,
 ) -> Tensor:  # fmt: skip
@@ -70,14 +70,14 @@ def step(
         )
 
 
-def path_step(
+def path_page_step(
     q: Tensor, v: Tensor, carried: CarriedPages, sink: Tensor | None, options: OpOptions, carry: bool
 ) -> Tensor:
     """``path_pages.paged_path_step`` in kernels."""
     state, tokens = carried.state, carried.tokens
     chosen = _plan(q, state, carried.group)
     with on_device_of(q):
-        visible = append(PageWrite(tokens.k, v, tokens.log_decay, tokens.counts, state))
+        visible = append_tokens(PageWrite(tokens.k, v, tokens.log_decay, tokens.counts, state))
         walked = walk_and_carry(carried, q, options.window or FAR, chosen.BT, carry)
         return paged_forward(PagedInference(q, state, visible, None, sink, options), chosen, walked)
 
@@ -88,4 +88,4 @@ def path_carry(carried: CarriedPages) -> None:
         walk_and_carry(carried, None, FAR, 16)
 
 
-__all__ = ["paged_infer_op", "paged_write_op", "path_carry", "path_step", "step"]
+__all__ = ["page_step", "paged_infer_op", "paged_write_op", "path_carry", "path_page_step"]

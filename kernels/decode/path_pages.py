@@ -13,11 +13,11 @@ from attnzoo.kernels.decode.api import (
     NO_OPTIONS,
     Shapes,
     check_gates,
-    check_options,
+    check_page_options,
     check_pages,
     check_table,
     check_tokens,
-    refuse_gradients,
+    gradients_refused,
     shapes_of_gates,
     shapes_of_options,
 )
@@ -78,20 +78,20 @@ def paged_path_step(
         "log_decay": (log_decay, (B, T, H), torch.float32), **shapes_of_gates(state, H),
         **shapes_of_options(options, H),
     }, strided=("q", "v", "log_decay"))  # fmt: skip
-    check_options(options, state)
+    check_page_options(options, state)
     check_values(
         q, w=tokens.w, beta=tokens.beta, log_decay=log_decay, sink=options.sink, logit_bound=options.logit_bound
     )
     check_table(table, PAGE, length, tokens.counts, T)
-    why = path_unavailable(keys, values) or refuse_gradients(q, v, *tokens[:4], options.sink)
+    why = path_unavailable(keys, values) or gradients_refused(q, v, *tokens[:4], options.sink)
     if why:
         raise ValueError(f"paged_path_step: {why}")
-    from attnzoo.kernels.decode.op import path_step
+    from attnzoo.kernels.decode.op import path_page_step
     from attnzoo.kernels.decode.portable.path_pages import CarriedPages
 
     q, v, k, w = (addressable(x) for x in (q, v, k, tokens.w))
     carried = CarriedPages(tokens._replace(k=k, w=w), state, groups)
-    return path_step(q, v, carried, options.sink, options.of_op(q.shape[3]), carry)
+    return path_page_step(q, v, carried, options.sink, options.of_op(q.shape[3]), carry)
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ def _plan(call: DecodeCall, multiprocessors: int, forced: tuple[tuple[str, int],
 
 
 @contextlib.contextmanager
-def override(**forced: int) -> Iterator[None]:
+def override_plan(**forced: int) -> Iterator[None]:
     """Force fields of every plan, for tests and sweeps, while the context is open."""
     before = dict(_forced)
     _forced.update(forced)

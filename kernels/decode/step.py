@@ -14,7 +14,7 @@ from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.decode.api import (
     NO_OPTIONS,
     check_gates,
-    check_options,
+    check_page_options,
     check_pages,
     check_table,
     check_tokens,
@@ -68,13 +68,13 @@ def paged_step(
     _check(q, k, v, state, past, count, parts, options)
     like = keys if exponents is None else q
     if pick_implementation("decode_step", impl, triton_unavailable(like, values)) == "triton":
-        from attnzoo.kernels.decode.op import step
+        from attnzoo.kernels.decode.op import page_step
 
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         gate = parts.finish.gate
         if gate is not None and gate.stride(3) != 1:
             parts = parts._replace(finish=parts.finish._replace(gate=gate.contiguous()))
-        return step((q, k, v), state, past, count, parts, options.sink, options.of_op(q.shape[3]))
+        return page_step((q, k, v), state, past, count, parts, options.sink, options.of_op(q.shape[3]))
     q, k, v, g = _rows((q, k, v), parts, count)
     q = q.to(like.dtype)
     if exponents is None:
@@ -119,7 +119,7 @@ def _check(
         "finish.scale": (finish.scale, (V,) if _is_shared(finish.scale) else (H, V), None),
         "finish.gate": (finish.gate, (B, T, H, V), None),
     }, strided=("q", "k", "v", "gate", "shift.k", "shift.v", "finish.gate"))  # fmt: skip
-    check_options(options, state)
+    check_page_options(options, state)
     check_table(table, PAGE, state.table.length, count, T)
 
 

@@ -18,7 +18,7 @@ from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.checks import (
     Impl,
-    check_inputs,
+    check_attention,
     check_receivers,
     kernels_unavailable,
     pick_implementation,
@@ -120,7 +120,7 @@ def fox_attention(
     """
     q, k, v, log_decay = cast_for_autocast(q, k, v, {"log_decay": log_decay})
     options = AttentionOptions(scale, prune, window, sink, cu_seqlens, logit_bound, softcap)
-    check_inputs(q, k, v, log_decay, options, valid=valid, gate_sums=gate_sums)
+    check_attention(q, k, v, log_decay, options, valid=valid, gate_sums=gate_sums)
     check_receivers(receivers, q, k)
     check_retention(retention, k, valid, gate_sums)
     check_flag("return_lse", return_lse)
@@ -180,7 +180,7 @@ def kept_fraction(
         [B, H] float32 in (0, 1].
     """
     options = AttentionOptions(**named)
-    check_inputs(q, k, k, log_decay, options)
+    check_attention(q, k, k, log_decay, options)
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "reference":
         return reference_share(q, k, log_decay, options, prune_starts_reference)
     q, k = (addressable(x) for x in (q, k))

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.checks import check_inputs, kernels_unavailable
+from attnzoo.kernels.common.checks import check_attention, kernels_unavailable
 from attnzoo.kernels.common.options import AttentionOptions
 
 MOST_CHANNELS = 256
@@ -46,7 +46,7 @@ def linear_chunks(
         TypeError: something that is no tensor.
         RuntimeError: a gradient of a gradient, which the kernels do not have.
     """
-    check_inputs(q, k, v, log_decay, AttentionOptions(scale=scale, cu_seqlens=cu_seqlens))
+    check_attention(q, k, v, log_decay, AttentionOptions(scale=scale, cu_seqlens=cu_seqlens))
     check_tensors({"q": q, "state": state}, needed=("q",))
     (B, T, H, K), V = q.shape, v.shape[3]
     if k.shape[1] != T:

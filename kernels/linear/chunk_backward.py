@@ -115,7 +115,9 @@ def chunk_backward_kernel(
         tl.store(p_dg + o_row, b_dg, mask=m_t)
 
 
-def gradients(x: Chunked, do: Tensor, h: Tensor, dh: Tensor, of_gate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def chunk_gradients(
+    x: Chunked, do: Tensor, h: Tensor, dh: Tensor, of_gate: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q [B, T, H, K], k and v with a head per query head, and of the gates [B, T, H]."""
     (B, T, H, K), V = x.q.shape, x.v.shape[3]
     NC = cdiv(T, CHUNK)

@@ -10,8 +10,8 @@ from torch import Tensor
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, cdiv
 from attnzoo.kernels.common.named_op import NamedOp
-from attnzoo.kernels.linear.chunk_backward import gradients
-from attnzoo.kernels.linear.chunks import CHUNK, Chunked, ChunkGates, chunk_gates, outputs, states
+from attnzoo.kernels.linear.chunk_backward import chunk_gradients
+from attnzoo.kernels.linear.chunks import CHUNK, Chunked, ChunkGates, chunk_gates, chunk_outputs, chunk_states
 
 Some = Tensor | None
 
@@ -77,8 +77,8 @@ def _forward(x: ChunkInputs) -> ChunkOutputs:
         c, since = (None, None) if g is None else chunk_gates(g, x.cu_seqlens)
         last = x.q.new_empty((B, H, K, V), dtype=torch.float32) if x.keeps_state else None
         given = _chunked(x, c, since)
-        h, _ = states(given, None if x.state is None else x.state.contiguous(), last)
-        return ChunkOutputs(outputs(given, h), last, c, since)
+        h, _ = chunk_states(given, None if x.state is None else x.state.contiguous(), last)
+        return ChunkOutputs(chunk_outputs(given, h), last, c, since)
 
 
 def _forward_fake(x: ChunkInputs) -> ChunkOutputs:
@@ -97,8 +97,8 @@ def _backward(x: ChunkBackward) -> ChunkGradients:
     with on_device_of(k):
         dstate = state.new_empty(state.shape) if state is not None and x.of_state else None
         first, dlast = (None if y is None else y.contiguous() for y in (state, x.dlast))
-        h, dh = states(given, first, None, do, dlast, dstate)
-        dq, dk, dv, dg = gradients(given, do, h, dh, x.of_gate)
+        h, dh = chunk_states(given, first, None, do, dlast, dstate)
+        dq, dk, dv, dg = chunk_gradients(given, do, h, dh, x.of_gate)
         return ChunkGradients(dq, _summed(dk, k), _summed(dv, v), dg if x.of_gate else None, dstate)
 
 

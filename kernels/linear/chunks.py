@@ -283,7 +283,7 @@ class Chunked(NamedTuple):
         return "tf32" if self.q.dtype == torch.float16 else dot_precision(self.q.dtype)
 
 
-def states(
+def chunk_states(
     x: Chunked, first: Tensor | None, last: Tensor | None, do: Tensor | None = None, dlast: Tensor | None = None,
     dfirst: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -311,7 +311,7 @@ def states(
     return h, dh
 
 
-def outputs(x: Chunked, h: Tensor) -> Tensor:
+def chunk_outputs(x: Chunked, h: Tensor) -> Tensor:
     """o [B, T, H, V]."""
     (B, T, H), V = x.q.shape[:3], x.v.shape[3]
     NC, o = cdiv(T, CHUNK), x.v.new_empty((B, T, H, V))

@@ -14,7 +14,7 @@ from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import addressable, cdiv, power_of_2
 from attnzoo.kernels.common.named_op import NamedOp
-from attnzoo.kernels.common.partial_sums import partial_sums, shares
+from attnzoo.kernels.common.partial_sums import partial_sums, program_shares
 from attnzoo.kernels.linear.parts import DecayLogits
 
 Some = Tensor | None
@@ -151,7 +151,7 @@ def _backward(x: DecayBackward) -> DecayGradients:
     of, (B, T, _) = x.of, x.of.logits.shape
     X, K, BT, BX = _tile(of)
     dx = torch.empty(of.logits.shape, dtype=of.logits.dtype, device=of.logits.device)
-    each, programs = shares(B * T, BT, cdiv(X, BX), 4)
+    each, programs = program_shares(B * T, BT, cdiv(X, BX), 4)
     dbias, da = (None if y is None else dx.new_empty(programs, X, dtype=torch.float32) for y in (of.bias, of.log_a))
     logits, bias, a = _given(of)
     given = (logits if dy is None else dy.contiguous() for dy in (x.ddecay, x.dstep))
@@ -169,9 +169,9 @@ def _backward(x: DecayBackward) -> DecayGradients:
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:
     """The sum of shares [P, X], of all logits of each head where there is one number ``like`` of each."""
-    if shares.shape[1] == len(like):
-        return partial_sums(shares, like)
-    return partial_sums(shares, shares[0]).view(len(like), -1).sum(1).to(like.dtype)
+    if program_shares.shape[1] == len(like):
+        return partial_sums(program_shares, like)
+    return partial_sums(program_shares, program_shares[0]).view(len(like), -1).sum(1).to(like.dtype)
 
 
 def _backward_fake(x: DecayBackward) -> DecayGradients:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, head_block
-from attnzoo.kernels.common.partial_sums import partial_sums, shares
+from attnzoo.kernels.common.partial_sums import partial_sums, program_shares
 from attnzoo.kernels.norms.parts import Gated, Skip
 
 Some = Tensor | None
@@ -186,7 +186,7 @@ def norm_bwd(
     """Gradients of x, weight, the gate's logits, v and its scale."""
     B, T, H, V = x.shape
     launch, dy = _launch(x, weight, gate, skip, kind, groups, 1024), side_by_side(dy)
-    each, programs = shares(B * T, launch.BT, groups, launch.num_warps)
+    each, programs = program_shares(B * T, launch.BT, groups, launch.num_warps)
 
     def made(like: Some, *shape: int, dtype: torch.dtype | None = None) -> Some:
         return None if like is None else torch.empty(shape, dtype=dtype or like.dtype, device=x.device)

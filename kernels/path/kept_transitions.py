@@ -56,7 +56,7 @@ def kept_bytes(q: Tensor, k: Tensor, w: Tensor) -> int:
     return sum(_layout_of(g, q, k, w).nbytes for g in kept_groups(q, k))
 
 
-def places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[HeadGroup, Made]]:
+def kept_places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[HeadGroup, Made]]:
     """Each group of heads and its tensors in a buffer of ``kept_bytes`` bytes."""
     begin = 0
     for group in kept_groups(q, k):

@@ -21,7 +21,7 @@ from attnzoo.kernels.levels.layout import Carried, Kept, Leaves, clear_tails, tr
 from attnzoo.kernels.levels.operands import LevelGradients, gates_of, rows_of
 from attnzoo.kernels.levels.plan import BACKWARD, FORWARD
 from attnzoo.kernels.levels.portable.prune import block_starts
-from attnzoo.kernels.path.kept_transitions import Made, places
+from attnzoo.kernels.path.kept_transitions import Made, kept_places
 from attnzoo.kernels.path.operands import PathBackward, PathOperands
 from attnzoo.kernels.path.portable.blocks import block_level
 from attnzoo.kernels.path.portable.blocks_backward import block_level_backward
@@ -81,7 +81,7 @@ def path_forward(
         launcher(FORWARD[plan.forward])(rows_of(group, block, levels, group.keys(v), made, sink, options), plan)
 
     groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
-    for group, there in groups if kept is None else places(kept, q, k, w):
+    for group, there in groups if kept is None else kept_places(kept, q, k, w):
         carry_and_attend(group, there)
     return o, lse, start
 
@@ -168,7 +168,7 @@ def path_backward(x: PathBackward, plan: Plan) -> PathSums:
             decayed_backward(*p_x, p_a, d_leaves, kept_decays, out, None if da is None else group.queries(da))
 
     groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
-    for group, there in groups if made.kept is None else places(made.kept, q, k, w):
+    for group, there in groups if made.kept is None else kept_places(made.kept, q, k, w):
         differentiate(group, there)
     return PathSums(dq, dk, dv, dw, dbeta, da, columns, sums)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo import Gate, Prune, get, oracle
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.transitions import HeadGate, Product, Transition
-from attnzoo.forms.factors import outputs, sub_tokens
+from attnzoo.forms.factors import sub_tokens, token_outputs
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
@@ -97,7 +97,7 @@ def test_factors_are_sub_tokens_that_write_nothing(name: str) -> None:
 
     silent = [torch.stack([*[torch.zeros_like(x)] * (n - 1), x], 3) for x in (k, v)]
     fine = sub_tokens(q, *silent, gate)
-    expected = outputs(oracle.linear(*fine), n)
+    expected = token_outputs(oracle.linear(*fine), n)
     assert relative_error(get(name).forms["chunk"](q, k, v, gate), expected) <= LIMIT
 
 
@@ -118,7 +118,7 @@ def test_the_delta_rule_writes_with_every_factor(name: str) -> None:
         expected.append(K**-0.5 * (q[:, t, :, None] @ S)[:, :, 0])
     fine = sub_tokens(q, k, v, gate)
     o, state = get(name).extend(*fine, delta_rule=True)
-    assert relative_error(outputs(o, n), torch.stack(expected, 1)) <= LIMIT
+    assert relative_error(token_outputs(o, n), torch.stack(expected, 1)) <= LIMIT
     assert relative_error(state.matrix, S) <= LIMIT
     with pytest.raises(ValueError, match="is as many tokens: attnzoo.forms.factors.sub_tokens"):
         get(name).extend(q, k[:, :, :, 0], v[:, :, :, 0], gate, delta_rule=True)
@@ -141,11 +141,11 @@ def test_neutral_factors_change_nothing(name: str) -> None:
 def test_segments_padding_and_packing(name: str) -> None:
     q, k, v, gate = inputs_for(name, 2)
     variant, expected = get(name), get(name).oracle(q, k, v, gate)
-    state, outputs = None, []
+    state, token_outputs = None, []
     for a, b in ((0, 6), (6, 7), (7, 8), (8, T)):
         o, state = variant.extend(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state)
-        outputs.append(o)
-    assert relative_error(torch.cat(outputs, 1), expected) <= LIMIT
+        token_outputs.append(o)
+    assert relative_error(torch.cat(token_outputs, 1), expected) <= LIMIT
     valid = torch.ones(B, T, dtype=torch.bool)
     valid[0, 4:6], valid[1, :3] = False, False
     o = variant.forms[next(iter(variant.forms))](q, k, v, gate, valid=valid)

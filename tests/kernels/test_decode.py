@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import Case, inputs, ours, within_budget
 
-from attnzoo.kernels.decode.plan import override
+from attnzoo.kernels.decode.plan import override_plan
 
 CASES = [
     Case(lengths=(0, 1, 63, 64, 65), H=4, G=2, gate="none"),
@@ -46,7 +46,7 @@ def test_any_number_of_programs_computes_the_same(programs: int, extra: int) -> 
     """Shares end within heads, at their ends and before their first page; most programs may have nothing to read."""
     case = Case(lengths=(200, 0, 64), H=2, G=2, T=2, first=(1, 0, 0, 0, 0, 0))
     x = inputs(case, torch.float32)
-    with override(programs=programs, extra=extra):
+    with override_plan(programs=programs, extra=extra):
         within_budget(case, x, ours(case, x))
-    with override(programs=programs, extra=extra, BS=16, BT=16):
+    with override_plan(programs=programs, extra=extra, BS=16, BT=16):
         within_budget(case, x, ours(case, x))

@@ -20,7 +20,7 @@ from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.decode import PathTokens, paged_path_step
-from attnzoo.kernels.decode.plan import override
+from attnzoo.kernels.decode.plan import override_plan
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def test_a_step_is_within_budget_and_leaves_the_pages_as_plain_operations_do(cas
 
 
 def test_values_of_16_bits_and_any_number_of_programs() -> None:
-    with override(programs=5, extra=1, BS=16):
+    with override_plan(programs=5, extra=1, BS=16):
         within_budget(Case(lengths=(66, 65), H=4, T=2, K=32, gate="mixed"), torch.float16)
 
 

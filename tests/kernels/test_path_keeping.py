@@ -77,7 +77,7 @@ def test_places_overlap_only_where_carries_replace_the_second_piece_of_the_nodes
     k, w = q[:, :, :2], q[:, :, :2].float()
     buffer = torch.zeros(kept_transitions.kept_bytes(q, k, w), dtype=torch.uint8, device=DEVICE)
     end = 0
-    for _, made in kept_transitions.places(buffer, q, k, w):
+    for _, made in kept_transitions.kept_places(buffer, q, k, w):
         leaves = made.block
         for x in (*made.kept[:2], leaves.diag, leaves.q, leaves.k, made.kept.w, leaves.m[0], *made.levels):
             at = x.data_ptr() - buffer.data_ptr()

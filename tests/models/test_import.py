@@ -12,7 +12,7 @@ from imported import CASES, MAMBA, NEXT, SIZES, YARN, old, peer
 from peer_kernels import in_plain_torch
 
 from attnzoo.cli import app
-from attnzoo.models.peers import Weights, build, from_peer, peer_of
+from attnzoo.models.peers import Weights, build_peer, from_peer, peer_of
 from attnzoo.models.peers.table import AROUND, PEERS, WITHOUT
 
 transformers = pytest.importorskip("transformers")
@@ -172,7 +172,7 @@ def test_angles_of_each_kind_of_layers_are_read_from_fields_of_early_files(case)
     fields = theirs.config.to_dict()
     given = {name: value for name, value in CASES[case][1].items() if name.startswith("rope_")}
     flat = {name: value for name, value in fields.items() if name not in ("rope_parameters", "layer_types")} | given
-    ours = [build(peer_of(one), Weights.of_state(theirs.state_dict())) for one in (fields, flat)]
+    ours = [build_peer(peer_of(one), Weights.of_state(theirs.state_dict())) for one in (fields, flat)]
     assert ours[0].config == ours[1].config
     angles = [[block.attention.gate.angle for block in one.blocks] for one in ours]
     assert all(torch.equal(*both) for both in zip(*angles, strict=True))
@@ -182,7 +182,7 @@ def test_angles_of_each_kind_of_layers_are_read_from_fields_of_early_files(case)
             "vision_tower.x": torch.zeros(1), "multi_modal_projector.x": torch.zeros(1),
         }  # fmt: skip
         outer = {"model_type": "gemma3", "text_config": fields, "tie_word_embeddings": True}
-        again = build(peer_of(outer), Weights.of_state(named))
+        again = build_peer(peer_of(outer), Weights.of_state(named))
         assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours[0].state_dict().items())
 
 
@@ -211,7 +211,7 @@ def test_kinds_of_layers_that_no_list_names(case, tokens):
     fields = {**theirs.config.to_dict(), "full_attention_interval": 2}
     kinds = fields.pop("layer_types")
     assert len(set(kinds)) == 2
-    ours = build(peer_of(fields), Weights.of_state(theirs.state_dict()))
+    ours = build_peer(peer_of(fields), Weights.of_state(theirs.state_dict()))
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
@@ -241,7 +241,7 @@ def test_windows_are_those_that_the_peer_reads(name, fields, tokens, tmp_path):
 def test_tables_of_angles_are_left_unread(tokens):
     theirs = peer("Llama", {})
     state = {**theirs.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
@@ -249,7 +249,7 @@ def test_the_older_name_of_mamba_2s_embedding_is_known(tokens):
     theirs = peer("Mamba2", MAMBA)
     state = theirs.state_dict()
     state["backbone.embedding.weight"] = state.pop("backbone.embeddings.weight")
-    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
@@ -258,7 +258,7 @@ def test_names_and_masks_of_gpt_2s_first_files_are_known(tokens):
     state = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
     state |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     del state["lm_head.weight"]
-    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attnzoo.models.peers import Weights, from_peer, peer_of
-from attnzoo.models.peers import build as build_ours
+from attnzoo.models.peers import build_peer as build_ours
 
 pytestmark = pytest.mark.fla
 SIZES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.models.peers import Weights, build, peer_of
+from attnzoo.models.peers import Weights, build_peer, peer_of
 
 D, H, V, K, VOCAB = 12, 4, 6, 8, 30
 FIELDS = {
@@ -85,7 +85,7 @@ def test_logits_and_continuations_are_the_layers_written_out(more):
     fields = FIELDS | more
     state, tokens = random_weights(fields), torch.arange(2, 19) * 7 % VOCAB
     peer = peer_of(fields)
-    ours = build(peer, Weights.of_state(state))
+    ours = build_peer(peer, Weights.of_state(state))
     expected = logits(tokens, state, fields)
     torch.testing.assert_close(
         ours(tokens[None]).logits[0], expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item()
@@ -97,7 +97,7 @@ def test_logits_and_continuations_are_the_layers_written_out(more):
 
 
 def test_packed_padded_and_cut_texts_give_the_same():
-    model = build(peer_of(FIELDS), Weights.of_state(random_weights(FIELDS)))
+    model = build_peer(peer_of(FIELDS), Weights.of_state(random_weights(FIELDS)))
     tokens = torch.arange(1, 25).view(2, 12)
     whole = model(tokens).logits
     packed = model(tokens.view(1, 24), cu_seqlens=torch.tensor([0, 12, 24])).logits

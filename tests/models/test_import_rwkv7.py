@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.models import Generator, LanguageModel
-from attnzoo.models.peers import Weights, build, from_peer, peer_of
+from attnzoo.models.peers import Weights, build_peer, from_peer, peer_of
 from attnzoo.models.peers.table import PEERS
 
 pytestmark = [pytest.mark.fla, pytest.mark.filterwarnings("ignore::UserWarning")]  # theirs, of RWKV's authors
@@ -130,7 +130,7 @@ def test_early_files_have_the_mixtures_in_one_tensor(theirs: Any, ours: Language
     for i in range(3):
         names = [f"model.layers.{i}.attn.x_{name}" for name in "rwkvag"]
         state[f"model.layers.{i}.attn.x_x"] = torch.stack([state.pop(name) for name in names])
-    again = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    again = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends.fla import Operation, Prepared, prepared
+from attnzoo.forms.backends.fla import Operation, Prepared, prepared_inputs
 from attnzoo.forms.backends.recurrent import HONOURED, explain, extend, refuses
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions
@@ -30,7 +30,7 @@ def chunk_kernel(operation: Operation, *parts: str) -> Kernel:
 
     def by_chunks(call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
         heads = 1 if given.write is None else given.write.shape[2]
-        ready = prepared(call, given, heads if shares else call.q.shape[2])
+        ready = prepared_inputs(call, given, heads if shares else call.q.shape[2])
         ready.options["prune"] = given.prune
         return operation(ready)
 

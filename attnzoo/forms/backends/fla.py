@@ -188,7 +188,7 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     reason = fla_unavailable(Call(q, k, v, gate, options=given))
     if reason:
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
-    ready = prepared(call, given, q.shape[2])
+    ready = prepared_inputs(call, given, q.shape[2])
     q, v = ready.q, ready.v
     if given.cu_seqlens is not None:
         ready.options["cu_seqlens"] = _int64(given.cu_seqlens)
@@ -196,7 +196,7 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     return operation(ready)
 
 
-def prepared(call: Call, given: LinearOptions, heads: int) -> Prepared:
+def prepared_inputs(call: Call, given: LinearOptions, heads: int) -> Prepared:
     """The inputs of an operation, with k and v in ``heads`` heads at least."""
     q, k, v, gate, write = call.q, call.k, call.v, call.gate, given.write
     if given.valid is not None:

@@ -71,7 +71,7 @@ def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
             q, k, v = existing(given.valid, q, k, v)
         gate = forms.separated(gate, q, given.valid, None)
         q, state = forms.remember(q, k, v, gate, state, given, v.dtype)
-        return attend(q.to(v.dtype), state, given.scale, channels), state
+        return attend_augmented(q.to(v.dtype), state, given.scale, channels), state
 
     def refuses(call: Call) -> str:
         if in_transform():
@@ -112,7 +112,7 @@ def _budget(dtype: torch.dtype) -> tuple[str, float]:
     return f"a logit is off by at most {budget:g} where the running sums of the gates span at most {most:.0f}", most
 
 
-def attend(q: Tensor, state: KVCache, scale: float | None, channels: int) -> Tensor:
+def attend_augmented(q: Tensor, state: KVCache, scale: float | None, channels: int) -> Tensor:
     """The output ``[B, T, H, V]`` of the last T tokens, whose queries are ``q``, over all keys of ``state``."""
     (T, H, K), (S, G) = q.shape[1:], state.k.shape[1:3]
     k, v = state.k, expand_heads(state.v, G)

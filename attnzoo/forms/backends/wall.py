@@ -55,7 +55,7 @@ def wall_kernel() -> Kernel:
         valid = given.valid
         a, H, T = cast(Tensor, gate.log_diag), q.shape[2], q.shape[1]
         if state is None or not len(state):
-            return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
+            return whole_wall(q, k, v, gate, given), KVCache(carried_keys(k, a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
         parts, buffers = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         g, there = parts.get("log_decay"), parts.get("valid")
@@ -119,7 +119,7 @@ def _tokens_at_once(
     alone = replace(given, prune=None, logit_bound=None, sink=None, cu_seqlens=None, return_lse=True)
     own = whole_wall(q, k, v, gate, alone)
     o, lse = together(first, cast(Pair, own), given.sink)
-    return o, lse, torch.cat([seen.k * total[:, -1:], carried(k, a)], 1)
+    return o, lse, torch.cat([seen.k * total[:, -1:], carried_keys(k, a)], 1)
 
 
 def _token_by_token(
@@ -144,7 +144,7 @@ def _token_by_token(
     return o, lse, keys
 
 
-def carried(k: Tensor, log_diag: Tensor) -> Tensor:
+def carried_keys(k: Tensor, log_diag: Tensor) -> Tensor:
     """The keys ``[B, T, G, K]`` carried to the last of the T tokens, ``[B, T, H, K]`` float32."""
     after = sum_to_the_end(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)), 1)
     return expand_heads(k, log_diag.shape[2]).float() * after.exp()

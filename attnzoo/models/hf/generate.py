@@ -136,7 +136,7 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
-def run(model: Any, call: Asked) -> Tensor:
+def run_on_engine(model: Any, call: Asked) -> Tensor:
     """The prompts with their continuations, `[B, T + n]`, as `generate` returns them.
 
     The seeds of samples come from torch's global generator.

@@ -23,7 +23,7 @@ from attnzoo.layer.gates.matrix import RotaryAngles
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import NAME, ModelCache, one_cache
 from attnzoo.models.hf.config import CACHE_NAMES, AttnzooConfig
-from attnzoo.models.hf.generate import LEAST, NeedsLoopError, release, request_of, run
+from attnzoo.models.hf.generate import LEAST, NeedsLoopError, release, request_of, run_on_engine
 from attnzoo.models.hf.keywords import check_keywords
 from attnzoo.models.hf.positions import read_places
 from attnzoo.models.loss import IGNORED
@@ -167,7 +167,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             call = request_of(self, inputs, generation_config, kwargs, limits)
             if engine is None and call.new < LEAST:
                 raise NeedsLoopError(f"max_new_tokens: expected at least {LEAST} to be worth it, got {call.new}")
-            tokens = run(self, call)
+            tokens = run_on_engine(self, call)
         except NeedsLoopError as reason:
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason

@@ -78,7 +78,7 @@ def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = Non
         raise TypeError(f"source: expected a folder or a model, got {type(source).__name__}")
     for note in peer.notes:
         logger.warning(note)
-    return build(peer, weights, dtype, Settings(fields))
+    return build_peer(peer, weights, dtype, Settings(fields))
 
 
 def _weights_of(model: nn.Module) -> Weights:
@@ -154,7 +154,7 @@ def _inside(fields: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def build(
+def build_peer(
     peer: Peer, weights: Weights, dtype: torch.dtype | None = None, settings: Settings | None = None
 ) -> LanguageModel:
     """The model with the peer's weights, after a check that each weight of both is used.

@@ -9,7 +9,7 @@ from attnzoo.kernels.common.hopper.releases import barrier
 
 
 @gluon.jit
-def announce(task_s, n, j):
+def announce_task(task_s, n, j):
     """Loader, of one warp: the j-th task is n. The barrier that is completed next tells others that it is there."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, one)

@@ -34,8 +34,10 @@ def kept_sums(p_sum, p_total, p_since, p_tails, p_closed, o_bh, m_h, L, N, PAGE:
 
 
 @triton.jit
-def add_gates(b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p_sum, p_tails, p_closed, o_bh, o_rep,
-              m_h, pos, N, R: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+def add_token_gates(
+    b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p_sum, p_tails, p_closed, o_bh, o_rep, m_h, pos, N,
+    R: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """The sums with the gates of token pos, written to its page; b_page: that of each head, -1 for none. # [BH]"""
     n, i_in, one = pos // PAGE, pos % PAGE, tl.full([], 1, tl.int64)
     m_closed = b_g <= TL_CLOSED
@@ -113,7 +115,7 @@ def paged_append_kernel(
         if HAS_GATE:
             b_g = tl.load(p_g + i_b * stride_gb + t * stride_gt + o_h * stride_gh, mask=m_h, other=0.0).to(tl.float32)
             b_page = tl.load(p_table + (i_b * G + o_h // R) * N + pos // PAGE, mask=m_h, other=-1).to(tl.int64)  # [BH]
-            b_total, b_start, b_tail, b_since, b_bits = add_gates(
+            b_total, b_start, b_tail, b_since, b_bits = add_token_gates(
                 b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p_sum, p_tails, p_closed, o_bh,
                 o_h % R, m_h, pos, N, R, PAGE)  # fmt: skip
             tl.store(p_seen + o_bh * T + t, b_since, mask=m_h)
@@ -123,7 +125,7 @@ def paged_append_kernel(
         tl.store(p_since + o_bh, b_since, mask=m_h)
 
 
-def append(x: PageWrite) -> Tensor | None:
+def append_tokens(x: PageWrite) -> Tensor | None:
     """Launch the kernel on checked inputs; the first key that each new row may see, None without gates."""
     (keys, values, k_norm, exponents), (table, _, length), gates = x.state
     k, v, log_decay, count = x.k, x.v, x.log_decay, x.counts

@@ -14,7 +14,7 @@ from attnzoo.kernels.common.activations import log_sigmoid
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.parts import Forget, TokenParts
-from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
+from attnzoo.kernels.decode.portable.append import add_token_gates, kept_sums, write_key
 from attnzoo.kernels.decode.portable.eight_bits import kind_of_bits
 from attnzoo.kernels.decode.portable.page_shares import Shares, deal_pages
 from attnzoo.kernels.decode.state import PagedState
@@ -102,7 +102,7 @@ def paged_tokens_kernel(
             if LOGITS:
                 b_g = log_sigmoid(b_g + b_bias) * factor
             b_page = tl.load(p_table + o_bg * N + pos // PAGE + o_rep * 0, mask=m_h, other=-1).to(tl.int64)  # [BH]
-            b_total, b_start, b_tail, b_since, b_bits = add_gates(
+            b_total, b_start, b_tail, b_since, b_bits = add_token_gates(
                 b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p_sum, p_tails, p_closed, o_bh,
                 o_rep, m_h, pos, N, R, PAGE)  # fmt: skip
             tl.store(p_seen + o_bh * T + t, b_since, mask=m_h)

@@ -31,7 +31,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.hopper.releases import barrier, tma_load, tma_store
-from attnzoo.kernels.common.hopper.tasks import announce, announced
+from attnzoo.kernels.common.hopper.tasks import announce_task, announced
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, row_strides
@@ -87,7 +87,7 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, i_t * BT // RU * RU + off, GATE, KU)
         mbarrier.wait(q_out, (j & 1) ^ 1)
-        announce(task_s, n_task, j)
+        announce_task(task_s, n_task, j)
         mbarrier.expect(q_in, 2 * d_q.block_type.nbytes)
         for w in gl.static_range(2):
             tma_load(d_q, [i_b, i_t * BT + w * (BT // 2), i_h, 0], q_in, q_s.index(w))
@@ -105,7 +105,7 @@ def _load(d_q, d_k, d_v, q_s, ring, task_s, q_in, q_out, p_next, p_c, p_base, p_
         n_task = gl.num_programs(0) + gl.atomic_add(p_next, 1, sem="relaxed")
         j += 1
     mbarrier.wait(q_out, (j & 1) ^ 1)
-    announce(task_s, n_task, j)
+    announce_task(task_s, n_task, j)
     mbarrier.arrive(q_in, count=1)
 
 

@@ -31,7 +31,7 @@ from attnzoo.kernels.levels.layout import (
 )
 
 from .inverse import _mm, _row_scale
-from .tree import _first_key, _node, _ones, _scale_at, options, starts, tree
+from .tree import _first_key, _node, _ones, _scale_at, node_options, starts, tree
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: b
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K,
         "QUERY": query, "HAS_START": start is not None, "NP": 1 if x.dtype == torch.bfloat16 else 2,
-        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16),
+        "DT": tl.float16, **node_options(part, K, x.dtype == torch.bfloat16),
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import gate_spans, load_channel_gates, meet, sum_channel_gates
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
@@ -82,14 +82,14 @@ def pairs_of(o_c, n, calm):
 @triton.jit
 def decays(b_a, o_c, i, inside, NP: tl.constexpr):
     """Log2 decays from the start of t's group to t, and from t to its end; inside of it from its middle. # [C, BC]"""
-    m_to, m_after = spans(o_c, i)
-    b_e, b_f = add_gates(m_to, b_a, NP), add_gates(m_after, b_a, NP)
+    m_to, m_after = gate_spans(o_c, i)
+    b_e, b_f = sum_channel_gates(m_to, b_a, NP), sum_channel_gates(m_after, b_a, NP)
     b_half = tl.where(inside, 0.5 * (b_e + b_f), 0.0)
     return b_e - b_half, b_f - b_half, m_to, m_after
 
 
 @triton.jit
-def carried(p, b_e, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr):
+def decayed_rows(p, b_e, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr):
     """Rows of a block times their decay exp2(b_e). # [C, BC] float32"""
     return load_tile(p, o_c, o_n, stride, R, K, BK, True).to(tl.float32) * tl.exp2(b_e)
 
@@ -123,7 +123,7 @@ def path_decayed_pairs_kernel(
     b_xk, b_xw = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
-        b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
         b_x = load_tile(p_x, o_c, o_n, stride_xt, R, K, BK, True).to(tl.float32)
         b_k = load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
         b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
@@ -189,19 +189,19 @@ def path_decayed_block_kernel(
     tl.store(p_pairs, tl.load(p_pairs) - tl.dot(b_qw, b_z, input_precision=PREC))
     b_p = tl.dot(b_qw, b_x, input_precision=PREC)
     b_z = tl.trans(b_z)
-    m_to, m_after = spans(o_c, 6)
+    m_to, m_after = gate_spans(o_c, 6)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
-        b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
         o_x = ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_n[None, :]
         m_x = (o_c < R)[:, None] & (o_n < K)[None, :]
-        b_e = add_gates(m_to, b_a, NP)
-        b_w = carried(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
-        b_y = carried(p_q, b_e, o_c, o_n, stride_qt, R, K, BK) - tl.dot(b_p, b_w, input_precision=PREC)
+        b_e = sum_channel_gates(m_to, b_a, NP)
+        b_w = decayed_rows(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
+        b_y = decayed_rows(p_q, b_e, o_c, o_n, stride_qt, R, K, BK) - tl.dot(b_p, b_w, input_precision=PREC)
         tl.store(p_qb + o_x, b_y.to(p_qb.dtype.element_ty), mask=m_x)
-        b_e = add_gates(m_after, b_a, NP)
-        b_w = carried(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
-        b_y = carried(p_k, b_e, o_c, o_n, stride_kt, R, K, BK) - tl.dot(b_z, b_w, input_precision=PREC)
+        b_e = sum_channel_gates(m_after, b_a, NP)
+        b_w = decayed_rows(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
+        b_y = decayed_rows(p_k, b_e, o_c, o_n, stride_kt, R, K, BK) - tl.dot(b_z, b_w, input_precision=PREC)
         tl.store(p_kb + o_x, b_y.to(p_kb.dtype.element_ty), mask=m_x)
 
 
@@ -218,18 +218,18 @@ def path_decayed_product_kernel(
     p_a += i_b * stride_ab + i_h * stride_ah + r * stride_at
     p_m += ((i_b * N + r // C) * H + i_h) * (K * K)
     plane = B * N.to(tl.int64) * (H * K * K)
-    m_to, m_after = spans(o_c, 6)
+    m_to, m_after = gate_spans(o_c, 6)
     p_x += i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
     for i in range(0, BK, BC):
         o_r = i + tl.arange(0, BC)
-        b_a = load_gates(p_a, o_c, o_r, stride_at, R, K)
-        b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_r, stride_wt, R, K, BK)
+        b_a = load_channel_gates(p_a, o_c, o_r, stride_at, R, K)
+        b_w = decayed_rows(p_w, sum_channel_gates(m_to, b_a, NP), o_c, o_r, stride_wt, R, K, BK)
         b_y = tl.trans(tl.dot(tl.load(p_x), b_w, input_precision="tf32x3"))  # [BC, C]
         b_d = tl.exp2(tl.sum(b_a, 0))
         for c in range(0, BK, BC):
             o_n = c + tl.arange(0, BC)
-            b_e = add_gates(m_after, load_gates(p_a, o_c, o_n, stride_at, R, K), NP)
-            b_w = carried(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
+            b_e = sum_channel_gates(m_after, load_channel_gates(p_a, o_c, o_n, stride_at, R, K), NP)
+            b_w = decayed_rows(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
             b_m = tl.where(o_r[:, None] == o_n[None, :], b_d[:, None], 0.0)
             m_hi, m_lo = _pieces(b_m - tl.dot(b_y, b_w, input_precision="tf32x3"), p_m.dtype.element_ty)
             p_t, m_k = p_m + o_r[:, None] * K + o_n[None, :], (o_r < K)[:, None] & (o_n < K)[None, :]
@@ -237,7 +237,7 @@ def path_decayed_product_kernel(
             tl.store(p_t + plane, m_lo, mask=m_k)
 
 
-def options(q: Tensor) -> dict[str, Any]:
+def decayed_options(q: Tensor) -> dict[str, Any]:
     """Compile-time options of all kernels of this level: heads, tiles, pieces of gates, precision of products."""
     (H, K), exact = q.shape[2:], q.dtype != torch.bfloat16
     return {
@@ -254,7 +254,7 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
         beta: [B, T, H], any floating dtype.
     """
     B, T, H, K = q.shape
-    n, given = cdiv(T, BLOCK), options(q)
+    n, given = cdiv(T, BLOCK), decayed_options(q)
     pairs = q.new_empty((4, B, n, H, BLOCK, BLOCK), dtype=torch.float32)
     kept = DecayedKept(pairs, torch.empty_like(pairs[0]), torch.empty_like(pairs[0]))
     block = Leaves(pairs[0], q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K)), new_tree(q, n, H))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, spans
+from attnzoo.kernels.common.channel_gates import add_gates_of, gate_spans, load_channel_gates, sum_channel_gates
 from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
@@ -25,7 +25,7 @@ from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves
 
 from .blocks_backward import Gradients
-from .decayed import DecayedKept, apart, block_of, calm_groups, carried, decays, options, pairs_of
+from .decayed import DecayedKept, apart, block_of, calm_groups, decayed_options, decayed_rows, decays, pairs_of
 
 
 @launched
@@ -51,18 +51,18 @@ def path_decayed_block_bwd_kernel(
     row = ((i_b * T + r) * H + i_h) * K
     o_cc = i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
     m_le = o_c[:, None] >= o_c[None, :]
-    m_to, m_after = spans(o_c, 6)
+    m_to, m_after = gate_spans(o_c, 6)
     p_x, p_da, p_qw, p_wk = p_x + o_cc, p_da + o_cc, p_pairs + plane + o_cc, p_pairs + 2 * plane + o_cc
     m_a = m_le & (o_c < R)[:, None]
     zeros = tl.zeros([C, C], tl.float32)  # matrices are read where they are used, to spare registers
     d_e, d_z = zeros, apart(tl.trans(tl.load(p_qw)), tl.load(p_da, mask=m_a, other=0.0), zeros, PREC)  # -dZ
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
-        b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
-        b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
+        b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_w = decayed_rows(p_w, sum_channel_gates(m_to, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
         d_y = load_tile(p_dqb + row, o_c, o_n, H * K, R, K, BK, True).to(tl.float32)
         d_e = apart(d_y, tl.trans(b_w), d_e, PREC)
-        b_w = carried(p_w, add_gates(m_after, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
+        b_w = decayed_rows(p_w, sum_channel_gates(m_after, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
         d_y = load_tile(p_dkb + row, o_c, o_n, H * K, R, K, BK, True).to(tl.float32)
         d_z = apart(b_w, tl.trans(d_y), d_z, PREC)
     p_dpairs += o_cc
@@ -108,7 +108,7 @@ def path_decayed_product_bwd_kernel(
     p_dm += ((i_b * N + r // C) * H + i_h) * (K * K)
     row = ((i_b * T + r) * H + i_h) * K
     o_cc = i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
-    m_to, m_after = spans(o_c, 6)
+    m_to, m_after = gate_spans(o_c, 6)
     b_x, d_x = tl.load(p_x + o_cc), tl.load(p_dx + o_cc)
     for i in range(0, BK, BC):  # dM by rows, then by columns
         o_r = i + tl.arange(0, BC)
@@ -116,18 +116,18 @@ def path_decayed_product_bwd_kernel(
         b_f, b_g = tl.zeros([C, BC], tl.float32), tl.zeros([C, BC], tl.float32)
         for c in range(0, BK, BC):
             o_n = c + tl.arange(0, BC)
-            b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+            b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
             m_k = (o_r < K)[:, None] & (o_n < K)[None, :]
             d_m = tl.load(p_dm + o_r[:, None] * K + o_n[None, :], mask=m_k, other=0.0).to(tl.float32)
-            b_w = carried(p_w, add_gates(m_after, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
+            b_w = decayed_rows(p_w, sum_channel_gates(m_after, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
             b_f -= tl.dot(b_w, tl.trans(d_m), input_precision=PREC)
             d_m = tl.load(p_dm + o_n[:, None] * K + o_r[None, :], mask=tl.trans(m_k), other=0.0).to(tl.float32)
-            b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
+            b_w = decayed_rows(p_w, sum_channel_gates(m_to, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
             b_g = tl.dot(b_w, d_m, b_g, input_precision=PREC)
         d_y = tl.load(p_forward + o_i, mask=m_i, other=0.0) - tl.dot(b_x, b_g, input_precision=PREC)
         tl.store(p_forward + o_i, d_y, mask=m_i)
-        b_a = load_gates(p_a, o_c, o_r, stride_at, R, K)
-        b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_r, stride_wt, R, K, BK)
+        b_a = load_channel_gates(p_a, o_c, o_r, stride_at, R, K)
+        b_w = decayed_rows(p_w, sum_channel_gates(m_to, b_a, NP), o_c, o_r, stride_wt, R, K, BK)
         d_x = tl.dot(b_f, tl.trans(b_w), d_x, input_precision=PREC)
         d_y = tl.dot(tl.trans(b_x), b_f, tl.load(p_back + o_i, mask=m_i, other=0.0), input_precision=PREC)
         tl.store(p_back + o_i, d_y, mask=m_i)
@@ -174,14 +174,14 @@ def path_decayed_pairs_bwd_kernel(
     p_dy += i_n * (C * C)
     p_dz += i_n * (C * C)
     o_cc = o_c[:, None] * C + o_c[None, :]
-    m_to, m_after = spans(o_c, 6)
+    m_to, m_after = gate_spans(o_c, 6)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         m_x = (o_c < R)[:, None] & (o_n < K)[None, :]
         o_x = row + o_c[:, None] * (H * K) + o_n[None, :]
-        b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
         b_x = load_tile(p_x, o_c, o_n, stride_xt, R, K, BK, True).to(tl.float32)
-        b_e = tl.exp2(add_gates(m_after if EARLY else m_to, b_a, NP))
+        b_e = tl.exp2(sum_channel_gates(m_after if EARLY else m_to, b_a, NP))
         d_y = tl.load(p_dc + o_x, mask=m_x, other=0.0).to(tl.float32) * b_e
         d_g = tl.zeros([C, BC], tl.float32)
         if GATE:
@@ -201,10 +201,10 @@ def path_decayed_pairs_bwd_kernel(
             if not EARLY:
                 b_e, b_f = b_f, b_e
             b_d = tl.load(p_dy + o_cc, mask=m_i, other=0.0)
-            b_y = carried(p_y + z, b_e, o_c, o_n, stride_yt, R, K, BK)
+            b_y = decayed_rows(p_y + z, b_e, o_c, o_n, stride_yt, R, K, BK)
             d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, input_precision=PREC)
             b_d = tl.load(p_dz + o_cc, mask=m_i, other=0.0)
-            b_y = carried(p_z + z, b_e, o_c, o_n, stride_zt, R, K, BK)
+            b_y = decayed_rows(p_z + z, b_e, o_c, o_n, stride_zt, R, K, BK)
             d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, d_y, input_precision=PREC)
             d_y *= tl.exp2(b_f)
             d_x += d_y
@@ -240,7 +240,7 @@ def decayed_backward(
             dbeta d.m is not read.
         dgates: that of log_diag, float32; None just where dw is.
     """
-    (B, T, H, _), given = q.shape, options(q)
+    (B, T, H, _), given = q.shape, decayed_options(q)
     dq, dk, dw, dbeta = out
     grid, gates = (cdiv(T, BLOCK) * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
     of_pairs = given | sums_over_loops(machine(q.device))
@@ -262,7 +262,7 @@ def decayed_backward(
         part: Tensor | None = None,
     ) -> None:  # fmt: skip
         path_decayed_pairs_bwd_kernel[grid](
-            x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
+            x, y, w, log_diag, dy, dz, decayed_rows, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
             *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **of_pairs, EARLY=early, OWN=own,
             GATE=dw is not None, PART=part is not None, LAST=part is not None,
         )  # fmt: skip

@@ -258,7 +258,7 @@ def path_node_bwd_kernel(
         tl.store(p_dm, b.to(p_dm.dtype.element_ty), mask=m_k)
 
 
-def options(part: str, K: int, fits: bool) -> dict[str, int | None]:
+def node_options(part: str, K: int, fits: bool) -> dict[str, int | None]:
     """Tile width and launch options of a kernel.
 
     Args:
@@ -292,7 +292,7 @@ def tree(nodes: Tensor, T: int, start: Tensor | None) -> None:
     p_start, *strides = starts(start, nodes)
     path_tree_kernel[(cdiv(units, 2) * G, B)](
         nodes, done, p_start, T, n, B, N, *strides, G=G, REP=1 if start is None else start.shape[1] // G, K=K, BC=32,
-        HAS_START=start is not None, **options("tree", K, True),
+        HAS_START=start is not None, **node_options("tree", K, True),
     )  # fmt: skip
 
 
@@ -312,6 +312,6 @@ def node_gradients(block: Leaves, carried: Carried, zero: Levels, d: Levels, T: 
     path_node_bwd_kernel[(N * G, B)](
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, nodes, leaves, above, scale,
         p_start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units), N, *strides, H=H, G=G, K=K, BR=BLOCK,
-        BC=32 if K <= 64 else 64, HAS_START=start is not None, NP=NP, PREC="tf32x3", **options("node", K, bf16),
+        BC=32 if K <= 64 else 64, HAS_START=start is not None, NP=NP, PREC="tf32x3", **node_options("node", K, bf16),
     )  # fmt: skip
     return leaves

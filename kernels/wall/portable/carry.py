@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
+from attnzoo.kernels.common.channel_gates import gate_spans, load_channel_gates, meet, sum_channel_gates, to_nearest
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
@@ -39,7 +39,7 @@ def wall_sums_kernel(p_a, p_sum, T, stride_ab, stride_at, stride_ah, H: tl.const
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     p_a += i_b * stride_ab + i_h.to(tl.int64) * stride_ah + (i_c * C).to(tl.int64) * stride_at
-    b_a = load_gates(p_a, o_c, o_k, stride_at, T - i_c * C, K)
+    b_a = load_channel_gates(p_a, o_c, o_k, stride_at, T - i_c * C, K)
     tl.store(p_sum + ((i_b * n_c + i_c) * H + i_h) * K + o_k, tl.sum(b_a, 0), mask=o_k < K)
 
 
@@ -66,21 +66,21 @@ def wall_carry_kernel(
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         m_t = (o_c < R)[:, None] & (o_n < K)[None, :]
-        b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_a = load_channel_gates(p_a, o_c, o_n, stride_at, R, K)
         # q and k are read again where they are used: all at once would not fit the registers
         b_x = load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True).to(tl.float32)
         b_x *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
         b_s += tl.where(m_own, tl.sum(b_x, 1)[:, None], 0.0)
         for i in tl.range(6, num_stages=1):  # groups of 1, 2, ..., 32 tokens
-            m_to, m_after = spans(o_c, i)
-            b_x = tl.exp2(add_gates(m_to, b_a, NP)) * load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
-            b_y = tl.exp2(add_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
+            m_to, m_after = gate_spans(o_c, i)
+            b_x = tl.exp2(sum_channel_gates(m_to, b_a, NP)) * load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
+            b_y = tl.exp2(sum_channel_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
             b_x, b_y = to_nearest(b_x, PREC), to_nearest(b_y, PREC)
             b_s += tl.where(meet(o_c, i), tl.dot(b_x, tl.trans(b_y), input_precision=PREC), 0.0)
-        m_to, m_after = spans(o_c, 6)
+        m_to, m_after = gate_spans(o_c, 6)
         o_x = o_c[:, None] * (H * K) + o_n[None, :]
         r_x = ((i_b * T + r) * H + i_h) * K
-        b_e = add_gates(m_to, b_a, NP)
+        b_e = sum_channel_gates(m_to, b_a, NP)
         b_x = load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
         tl.store(p_qb + r_x + o_x, (b_x * tl.exp2(b_e)).to(p_qb.dtype.element_ty), mask=m_t)
         for s in range(1, n_levels + 1):
@@ -89,7 +89,7 @@ def wall_carry_kernel(
             if here:
                 p_x = p_lq + ((((s - 1) * B + i_b) * Tq + row) * H + i_h) * K
                 tl.store(p_x + o_x, (b_x * tl.exp2(b_e)).to(p_lq.dtype.element_ty), mask=m_t)
-        b_e = add_gates(m_after, b_a, NP)
+        b_e = sum_channel_gates(m_after, b_a, NP)
         b_x = load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
         tl.store(p_kb + r_x + o_x, (b_x * tl.exp2(b_e)).to(p_kb.dtype.element_ty), mask=m_t)
         for s in range(1, n_levels + 1):

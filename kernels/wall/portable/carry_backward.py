@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
+from attnzoo.kernels.common.channel_gates import (
+    add_gates_of,
+    gate_spans,
+    load_channel_gates,
+    meet,
+    sum_channel_gates,
+    to_nearest,
+)
 from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
@@ -80,7 +87,7 @@ def wall_carry_bwd_kernel(
             i_h = i_g * REP + i_r
             p_qh = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
             p_ah = p_a + i_b * stride_ab + i_h * stride_ah + r * stride_at
-            b_a = load_gates(p_ah, o_c, o_n, stride_at, R, K)
+            b_a = load_channel_gates(p_ah, o_c, o_n, stride_at, R, K)
             p_d = p_ddiag + ((i_b * n_c + i_c) * H + i_h) * (C * C)
             p_sumh = p_sum + (i_b * n_c * H + i_h) * K
             p_starth = p_start + (i_b * H + i_h) * tl.cdiv(T, 128)
@@ -90,17 +97,17 @@ def wall_carry_bwd_kernel(
             b_dq = b_own[:, None] * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
             b_da = tl.zeros([C, BC], tl.float32)
             for i in tl.range(6, num_stages=1):  # within the block
-                m_to, m_after = spans(o_c, i)
-                b_x = tl.exp2(add_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
+                m_to, m_after = gate_spans(o_c, i)
+                b_x = tl.exp2(sum_channel_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
                 b_d = tl.load(p_d, mask=meet(o_c, i) & (o_c < R)[:, None], other=0.0)
                 b_d, b_x = to_nearest(b_d, PREC), to_nearest(b_x, PREC)
-                b_y = tl.dot(b_d, b_x, input_precision=PREC) * tl.exp2(add_gates(m_to, b_a, NP))
+                b_y = tl.dot(b_d, b_x, input_precision=PREC) * tl.exp2(sum_channel_gates(m_to, b_a, NP))
                 b_dq += b_y
                 if GATE:
                     b_y *= load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
                     b_da = add_gates_of(b_da, m_to, b_y, PREC)
-            m_to, m_after = spans(o_c, 6)
-            b_e = add_gates(m_to, b_a, NP)
+            m_to, m_after = gate_spans(o_c, 6)
+            b_e = sum_channel_gates(m_to, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
             for s in range(n_levels + 1):  # between blocks
                 here, row = query_row(i_c, s, C)
@@ -126,17 +133,17 @@ def wall_carry_bwd_kernel(
                 b_da = add_gates_of(b_da, m_to, b_sum, PREC)
             b_dk += b_own[:, None] * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
             for i in tl.range(6, num_stages=1):
-                m_to, m_after = spans(o_c, i)
-                b_x = tl.exp2(add_gates(m_to, b_a, NP)) * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
+                m_to, m_after = gate_spans(o_c, i)
+                b_x = tl.exp2(sum_channel_gates(m_to, b_a, NP)) * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
                 b_d = tl.load(p_d, mask=meet(o_c, i) & (o_c < R)[:, None], other=0.0)
                 b_d, b_x = to_nearest(b_d, PREC), to_nearest(b_x, PREC)
-                b_z = tl.dot(tl.trans(b_d), b_x, input_precision=PREC) * tl.exp2(add_gates(m_after, b_a, NP))
+                b_z = tl.dot(tl.trans(b_d), b_x, input_precision=PREC) * tl.exp2(sum_channel_gates(m_after, b_a, NP))
                 b_dk += b_z
                 if GATE:
                     b_z *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
                     b_da = add_gates_of(b_da, m_after, b_z, PREC)
-            m_to, m_after = spans(o_c, 6)
-            b_e = add_gates(m_after, b_a, NP)
+            m_to, m_after = gate_spans(o_c, 6)
+            b_e = sum_channel_gates(m_after, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
             for s in range(n_levels + 1):
                 here, row = key_row(i_c, s, T, C)
