@@ -208,6 +208,31 @@ def test_no_class_name_stands_in_two_files() -> None:
     assert not twice, "\n".join(f"class {name}: {', '.join(where)}" for name, where in twice.items())
 
 
+def test_files_have_about_four_hundred_lines_at_most() -> None:
+    long = {module: n for module, path in modules().items() if (n := len(path.read_text().splitlines())) > 410}
+    assert not long, long
+
+
+ARCHITECTURES = {"hopper", "blackwell"}
+
+
+def names_of_architectures(module: str, code: ast.Module) -> list[str]:
+    """Lines of kernels that name an architecture and are neither made for one, nor a plan or what defines its name."""
+    told = {*ARCHITECTURES, "plan", "plans", "device"}
+    if not within(module, "kernels") or told & {*module.split(".")}:
+        return []
+    return [f"{module}:{node.lineno}" for node in ast.walk(code)
+            if isinstance(node, ast.Constant) and node.value in ARCHITECTURES]  # fmt: skip
+
+
+def test_plans_alone_say_where_a_family_has_kernels_of_its_own() -> None:
+    bad = [line for module, tree in trees().items() for line in names_of_architectures(module, tree)]
+    assert not bad, "\n".join(bad)
+    told = ast.parse('kernel = table["portable"] if forward != "hopper" else own')
+    assert names_of_architectures("kernels.fox.op", told) == ["kernels.fox.op:1"]
+    assert not names_of_architectures("kernels.fox.plan", told)
+
+
 def heights(edges: set[tuple[str, str]]) -> dict[str, int]:
     """The floor of each node of a drawing without circles: 1 without arrows down, else above all that it leads to."""
     found: dict[str, int] = {}
