@@ -6,6 +6,7 @@ Pairs of the registry's table that have no file of their own use these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from attnzoo.algebra.diagonal import Diagonal
@@ -28,7 +29,8 @@ def turned_path() -> Kernel:
 
 
 KERNELS: dict[Kinds, Callable[[], Kernel]] = {  # by the factors of R_t; each takes a scalar decay too
-    (Householder,): path_kernel, (Diagonal, Householder): path_kernel, (Rotation, Householder): turned_path,
+    (Householder,): path_kernel, (Diagonal, Householder): partial(path_kernel, decaying=True),
+    (Rotation, Householder): turned_path,
     (Diagonal,): wall_kernel,
 }  # fmt: skip
 

@@ -132,7 +132,7 @@ def _check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:
 
 def _keeps(variant: Variant) -> bool:
     forms = variant.form_set
-    return "triton" in forms.forms and "keep_carries" in forms.options("triton") and "log_diag" not in variant.requires
+    return "triton" in forms.forms and "keep_carries" in forms.options("triton")
 
 
 def keys_per_token(

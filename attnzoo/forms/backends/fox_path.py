@@ -139,17 +139,15 @@ def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
     return past.sums.append(g[:, len(past) :], None if k is None else k[:, len(past) :])
 
 
-def path_kernel() -> Kernel:
+def path_kernel(decaying: bool = False) -> Kernel:
     """The kernels of PaTH and PaTH-FoX, perhaps with decays per channel, for whole sequences and cached steps.
 
     A step carries every cached key and so reads all of them: ``prune`` drops none there. A step has no gradient and
     does not change the given state.
-    """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        """The output of the fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run
-        packed."""
-        return whole_path(q, k, v, gate, given)
+    Args:
+        decaying: whether channels decay; then no carries are kept.
+    """
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
@@ -186,8 +184,6 @@ def path_kernel() -> Kernel:
             return NO_GRADIENT
         if call.gate.factors is not None and (call.state is None or not len(call.state)):
             return f"its kernels of whole sequences take one factor per token, got {call.gate.factors}"
-        if call.options.get("keep_carries") and call.gate.log_diag is not None:
-            return "its kernels keep no carries where channels decay (keep_carries)"
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
@@ -203,8 +199,8 @@ def path_kernel() -> Kernel:
         return CarriedMemory.like(state, rows, tokens, device)
 
     parts = frozenset({"log_decay", "log_diag", "w", "beta"})
-    honours = HONOURED | {"keep_carries"}
-    return Kernel(run, extend, refuses, explain, in_place=in_place, parts=parts, honours=honours)
+    honours = HONOURED if decaying else HONOURED | {"keep_carries"}  # decays of the channels are made again
+    return Kernel(whole_path, extend, refuses, explain, in_place=in_place, parts=parts, honours=honours)
 
 
 def planned(call: Call, shortened: bool) -> tuple[str, str]:
@@ -237,8 +233,8 @@ def single(part: Part) -> Part:
 def whole_path(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None
 ) -> Output:
-    """The output of whole sequences by the kernels of PaTH; ``receivers`` (see ``path_attention``) need no
-    ``valid``."""
+    """The output of the fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed, and
+    then there are no ``receivers`` (see ``path_attention``)."""
     from attnzoo.kernels.path import path_attention
 
     gate = gate.per_token(q).map(single)

@@ -41,11 +41,6 @@ def wall_kernel() -> Kernel:
     Steps have no gradient and do not change the given state.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        """The output of the fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run
-        packed."""
-        return whole_wall(q, k, v, gate, given)
-
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
     ) -> tuple[Output, KVCache]:
@@ -82,7 +77,7 @@ def wall_kernel() -> Kernel:
         return planned(call, shortened="prune" in call.options)
 
     parts = frozenset({"log_decay", "log_diag"})
-    return Kernel(run, extend, refuses, explain, parts=parts, honours=HONOURED)
+    return Kernel(whole_wall, extend, refuses, explain, parts=parts, honours=HONOURED)
 
 
 def _window(call: Call) -> bool:
@@ -90,7 +85,7 @@ def _window(call: Call) -> bool:
 
 
 def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-    """The output of whole sequences by the kernels of Wall."""
+    """The output of the fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
     from attnzoo.kernels.wall import wall_attention
 
     gate = gate.per_token(q).map(single)
