@@ -53,6 +53,17 @@ def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Attent
     return cast(AttentionFunction, call)
 
 
+def with_lse(both: Callable[..., tuple[Tensor, Tensor]]) -> AttentionFunction:
+    """A function of the same arguments that returns o, and with ``return_lse`` what ``both`` does."""
+
+    @functools.wraps(both)
+    def call(*given: Any, return_lse: bool = False, **options: Any) -> Any:
+        o, lse = both(*given, **options)
+        return (o, lse) if return_lse else o
+
+    return cast(AttentionFunction, call)
+
+
 def _turned(x: Any) -> Any:
     """Heads and tokens of x, or of each of several, exchanged; what has no two of them as it is."""
     if isinstance(x, tuple | list):

@@ -8,13 +8,14 @@ Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.pruning import certified_starts
+from attnzoo.kernels.common.calls import with_lse
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import dense_readout, summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
@@ -69,33 +70,6 @@ def _near_mass(
     return torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
 
 
-@overload
-def fox_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, return_lse: Literal[False] = ..., **options: Any
-) -> Tensor: ...
-@overload
-def fox_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-def fox_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor | None,
-    return_lse: bool = False,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Dense forgetting attention; arguments and results as ``fox_attention`` (there is no ``impl``). Memory O(T S).
-
-    Args:
-        options: also ``compute_dtype``, of the operands of both matrix products (the softmax is float32 or better).
-            Default: float64 for float64 inputs, else float32.
-    """
-    o, lse = fox_reference_with_lse(q, k, v, log_decay=log_decay, **options)
-    return (o, lse) if return_lse else o
-
-
 def fox_reference_with_lse(
     q: Tensor,
     k: Tensor,
@@ -108,7 +82,13 @@ def fox_reference_with_lse(
     compute_dtype: torch.dtype | None = None,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``fox_reference``, always with the rows' log-sum-exp; options by name as ``AttentionOptions``."""
+    """Dense forgetting attention and the rows' log-sum-exp; arguments as ``fox_attention``. Memory O(T S).
+
+    Args:
+        compute_dtype: of the operands of both matrix products (the softmax is float32 or better). Default: float64 for
+            float64 inputs, else float32.
+        named: options as ``AttentionOptions``.
+    """
     (_, T, H, K), (S, G), options = q.shape, k.shape[1:3], AttentionOptions(**named)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
@@ -136,3 +116,6 @@ def fox_reference_with_lse(
     logits = logits.masked_fill(~visible, -math.inf)
     o, lse = dense_readout(logits, vh, options.sink)
     return o.to(q.dtype), lse
+
+
+fox_reference = with_lse(fox_reference_with_lse)

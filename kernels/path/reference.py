@@ -16,6 +16,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
+from attnzoo.kernels.common.calls import with_lse
 from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores, starts_by_scores
 from attnzoo.kernels.common.options import AttentionOptions
 
@@ -78,11 +79,6 @@ def prune_starts_reference(
     return starts_by_scores(products, q, k, c, since, options)
 
 
-def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The output of ``path_reference_lse``, with its arguments."""
-    return path_reference_lse(q, k, v, **options)[0]
-
-
 def path_reference_lse(
     q: Tensor, k: Tensor, v: Tensor, *, w: Tensor, beta: Tensor, log_diag: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -90,3 +86,6 @@ def path_reference_lse(
     if log_diag is None:
         return attention_by_scores(path_scores, (w, beta), q, k, v, **options)
     return attention_by_scores(decayed_path_scores, (w, beta, log_diag), q, k, v, **options)
+
+
+path_reference = with_lse(path_reference_lse)

@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from attnzoo.kernels.common.calls import with_lse
 from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores
-
-
-def wall_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The output of ``wall_reference_lse``, with its arguments."""
-    return wall_reference_lse(q, k, v, **options)[0]
 
 
 def wall_reference_lse(q: Tensor, k: Tensor, v: Tensor, *, log_diag: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Dense Wall attention; arguments as ``wall_attention``, the rest as ``attention_by_scores``."""
     return attention_by_scores(decayed_scores, (log_diag,), q, k, v, **options)
+
+
+wall_reference = with_lse(wall_reference_lse)
