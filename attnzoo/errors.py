@@ -77,11 +77,17 @@ def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of
     return ValueError(f"{message}; did you mean {close!r}?" if close else message)
 
 
+def check_least(least: float, **numbers: float | None) -> None:
+    """Raise ValueError if an argument, by its name, is below ``least``; None may be given where it has no meaning."""
+    for name, number in numbers.items():
+        if number is not None and not number >= least:
+            raise ValueError(f"{name}: expected at least {least}, got {number}")
+
+
 def at_least(config: Any, minimum: float, *names: str, below: float | None = None) -> None:
     """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``, or ``below`` or more."""
     for name in names:
-        if not getattr(config, name) >= minimum:
-            raise ValueError(f"{name}: expected at least {minimum}, got {getattr(config, name)}")
+        check_least(minimum, **{name: getattr(config, name)})
         if below is not None and getattr(config, name) >= below:
             raise ValueError(f"{name}: expected a number below {below}, got {getattr(config, name)}")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.parts import PARTS, Draws, GatePart, Regime
-from attnzoo.errors import unknown
+from attnzoo.errors import check_least, unknown
 from attnzoo.registry import get
 
 __all__ = ["Regime", "random_gate", "random_inputs"]
@@ -47,8 +47,7 @@ def random_gate(
     requires = get(name).requires
     if factors is not None and not any(PARTS[part].factored for part in requires):
         raise ValueError(f"factors: expected None, for gates of {name!r} have no w, got {factors}")
-    if factors is not None and factors < 1:
-        raise ValueError(f"factors: expected at least 1, got {factors}")
+    check_least(1, factors=factors)
 
     draws = Draws(regime, dtype, generator)
     sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "H or 1": H, "n": factors or 1}

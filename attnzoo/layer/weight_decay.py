@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from attnzoo.errors import check_kinds
+from attnzoo.errors import check_kinds, check_least
 from attnzoo.layer.modules import HeadNorm, ShortConvolution, TokenMix
 from attnzoo.precision import GateAffine, PreciseModule
 
@@ -28,8 +28,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     check_kinds({"weight_decay": weight_decay}, {"weight_decay": "float"})
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay: expected at least 0, got {weight_decay}")
+    check_least(0, weight_decay=weight_decay)
     no_decay = spared(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import check_kinds
+from attnzoo.errors import check_kinds, check_least
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.cache import AllOrNone, LayerCache, share_budget
 from attnzoo.layer.gates.hgrn2 import lower_bounds
@@ -358,10 +358,7 @@ class LanguageModel(nn.Module):
         self.check_tokens("input_ids", input_ids)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         check_kinds(options, {"max_new_tokens": "int", "temperature": "float", "top_k": "int | None"})
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
-        if temperature < 0:
-            raise ValueError(f"temperature: expected at least 0, got {temperature}")
+        check_least(0, max_new_tokens=max_new_tokens, temperature=temperature)
         if top_k is not None and not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"top_k: expected 1 to vocab_size = {self.config.vocab_size}, got {top_k}")
         if generator is not None and not isinstance(generator, torch.Generator):

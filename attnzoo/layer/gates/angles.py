@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.errors import check_least
 from attnzoo.layer.gates.base import GateProjection, Sizes, Strength, Write
 from attnzoo.layer.gates.decay import StepSize
 from attnzoo.layer.gates.matrix import rotary_angles
@@ -48,8 +49,7 @@ class SelectiveAngles(GateProjection):
         super().__init__(sizes)
         if theta < 1:
             raise ValueError(f"theta: expected a base of at least 1 (no frequency over 1), got {theta}")
-        if angle_rank < 1:
-            raise ValueError(f"angle_rank: expected at least 1, got {angle_rank}")
+        check_least(1, angle_rank=angle_rank)
         if angle_conv_size < 0:
             raise ValueError(f"angle_conv_size: expected a number of tokens >= 0, got {angle_conv_size}")
         if sizes.hidden_size % sizes.num_heads:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.errors import check_least
 from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import log_decays, product
@@ -63,8 +64,7 @@ class SoftplusDiagonal(GateProjection):
 
     def __init__(self, sizes: Sizes, *, channel_rank: int | None = None) -> None:
         super().__init__(sizes)
-        if channel_rank is not None and channel_rank < 1:
-            raise ValueError(f"channel_rank: expected at least 1, got {channel_rank}")
+        check_least(1, channel_rank=channel_rank)
         channels, rank = sizes.num_heads * sizes.head_dim, channel_rank or sizes.head_dim
         self.channel_down = GateAffine(sizes.hidden_size, rank, bias=None)
         self.channel_up = GateAffine(rank, channels, bias=None)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import has_values
+from attnzoo.errors import check_least
 from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import log_decays, product, softplus
@@ -196,8 +197,7 @@ class SoftplusDecay(StepSize):
 
     def __init__(self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_max: float = 16.0) -> None:
         super().__init__(sizes, dt_min=dt_min, dt_max=dt_max)
-        if a_max < 1:
-            raise ValueError(f"a_max: expected at least 1, got {a_max}")
+        check_least(1, a_max=a_max)
         self.a_max = a_max
         self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
         self.reset_parameters()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.errors import unknown
+from attnzoo.errors import check_least, unknown
 from attnzoo.kernels.linear import DecayLogits
 from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, bias_reaching
 from attnzoo.layer.modules import ShortConvolution, l2_normalize, log_decays, product
@@ -36,8 +36,7 @@ class LowRankDiagonal(GateProjection):
         self, sizes: Sizes, *, gate_rank: int | None = 16, temperature: float = 16.0, gate_bias: float = 0.0
     ) -> None:
         super().__init__(sizes)
-        if gate_rank is not None and gate_rank < 1:
-            raise ValueError(f"gate_rank: expected at least 1, got {gate_rank}")
+        check_least(1, gate_rank=gate_rank)
         if temperature <= 0:
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
         self.temperature = temperature
@@ -148,8 +147,7 @@ class PathTransition(GateProjection):
         super().__init__(sizes)
         if w not in ("low_rank", "key"):
             raise unknown("w", w, ("low_rank", "key"))
-        if w_rank < 1:
-            raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
+        check_least(1, w_rank=w_rank)
         if w_conv_size < 0:
             raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
         if w == "key" and num_householder > 1:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.errors import check_least
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.layer.modules import softplus
@@ -53,8 +54,7 @@ class LevelWeights(GateProjection):
 
     def __init__(self, sizes: Sizes, *, num_levels: int = 15) -> None:
         super().__init__(sizes)
-        if num_levels < 1:
-            raise ValueError(f"num_levels: expected at least 1, got {num_levels}")
+        check_least(1, num_levels=num_levels)
         self.num_levels = num_levels
         self.level_proj = GateAffine(sizes.hidden_size, sizes.num_heads * num_levels, bias=None)
         self.keep("level_scale", torch.empty(sizes.num_heads, num_levels), trainable=True)

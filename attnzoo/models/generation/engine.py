@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.errors import check_kinds
+from attnzoo.errors import check_kinds, check_least
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
@@ -23,7 +23,7 @@ from attnzoo.models.generation.batch import Batch, StepOptions
 from attnzoo.models.generation.delivery import Delivery
 from attnzoo.models.generation.prefill import Prefill
 from attnzoo.models.generation.proposals import Draft
-from attnzoo.models.generation.request import Request, check_begun, whole_numbers
+from attnzoo.models.generation.request import Request, check_begun, check_counts, whole_numbers
 from attnzoo.models.generation.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,7 @@ class Generator:
     ) -> None:
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
-        counts = {"max_sequences": max_sequences, "max_tokens": max_tokens, "check_every": check_every}
-        check_kinds(counts, dict.fromkeys(counts, "int"))
-        for name, number in counts.items():
-            if number < 1:
-                raise ValueError(f"{name}: expected at least 1, got {number}")
+        check_counts(max_sequences=max_sequences, max_tokens=max_tokens, check_every=check_every)
         self.device = model.embedding.weight.device
         options = StepOptions(evict, budget, kv_dtype, graph, compile, fuse).decided(self.device)
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
@@ -114,8 +110,7 @@ class Generator:
                 what is gone.
         """
         check_kinds({"limit": limit}, {"limit": "int"})
-        if limit < 0:
-            raise ValueError(f"limit: expected at least 0, got {limit}")
+        check_least(0, limit=limit)
         if limit and (why := self.prefill.whole()):
             raise ValueError(
                 f"limit: expected 0 with {why}, whose states depend on when keys were given up, got {limit}"
@@ -198,9 +193,7 @@ class Generator:
         self, start: Any, length: int, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop: Collection[int]
     ) -> int:
         """Append a request to the waiting ones; return its number."""
-        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        check_counts(max_new_tokens=max_new_tokens)
         if length + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "

@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from attnzoo.errors import check_kinds
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.generation.request import Request
+from attnzoo.models.generation.request import Request, check_counts
 from attnzoo.models.generation.sampling import Samplers
 
 Draft = Callable[[Request], Sequence[int]]  # a request -> tokens that may follow
@@ -96,7 +95,7 @@ def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
     """
-    _check_counts(tokens=tokens, ngram=ngram)
+    check_counts(tokens=tokens, ngram=ngram)
 
     def draft(request: Request) -> list[int]:
         known = [*request.prompt, *request.tokens]
@@ -121,7 +120,7 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
     """
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
-    _check_counts(tokens=tokens)
+    check_counts(tokens=tokens)
     caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -141,10 +140,3 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
         return proposed
 
     return draft
-
-
-def _check_counts(**counts: int) -> None:
-    check_kinds(counts, dict.fromkeys(counts, "int"))
-    for name, number in counts.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.errors import check_kinds, check_least
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.generation.sampling import Sampling
 
@@ -52,6 +53,16 @@ class Request:
     found: int = 0
     proposed: int = 0
     accepted: int = 0
+
+
+def check_counts(**counts: int) -> None:
+    """Raise where one of these, by the names of the arguments, is no whole number of at least 1.
+
+    Raises:
+        TypeError, ValueError: the message names the argument.
+    """
+    check_kinds(counts, dict.fromkeys(counts, "int"))
+    check_least(1, **counts)
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:

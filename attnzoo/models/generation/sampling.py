@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.sums import running_sum
-from attnzoo.errors import check_kinds
+from attnzoo.errors import check_kinds, check_least
 
 GREEDY, PLAIN, FILTERED = range(3)  # kinds of sampling: argmax, all tokens, top-k or top-p
 
@@ -36,14 +36,10 @@ class Sampling:
     def __post_init__(self) -> None:
         kinds = {"temperature": "float", "top_k": "int | None", "top_p": "float", "seed": "int"}
         check_kinds(vars(self), kinds)
-        if self.temperature < 0:
-            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
+        check_least(0, temperature=self.temperature, seed=self.seed)
+        check_least(1, top_k=self.top_k)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
     @property
     def needs(self) -> int:
