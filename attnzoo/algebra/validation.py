@@ -116,6 +116,17 @@ def check_window(window: object) -> None:
         raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
 
 
+def check_rising(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raise where borders of packed sequences do not rise from 0 to the number of tokens; their values are read.
+
+    Raises:
+        ValueError: other borders.
+    """
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != tokens or borders != sorted(borders):
+        raise ValueError(f"cu_seqlens: expected borders rising from 0 to T = {tokens}, got {borders}")
+
+
 def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:
     """Raise where the gate's parts are not exactly those that variant ``name`` needs.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import Transition
-from attnzoo.algebra.validation import check_dense, check_flag, check_scale, check_window
+from attnzoo.algebra.validation import check_dense, check_flag, check_rising, check_scale, check_window
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.options import AttentionOptions
 
@@ -204,11 +204,7 @@ def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"cu_seqlens: expected one row (B = 1) of packed sequences, got B = {q.shape[0]}")
     _check_device("cu_seqlens", cu_seqlens, q)
     if reads_values(q):
-        rising = bool((cu_seqlens.diff() >= 0).all())
-        if not rising or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1]:
-            raise ValueError(
-                f"cu_seqlens: expected borders rising from 0 to T = {q.shape[1]}, got {cu_seqlens.tolist()}"
-            )
+        check_rising(cu_seqlens, q.shape[1])
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:

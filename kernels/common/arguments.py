@@ -80,9 +80,7 @@ def check_values(
         if logit_bound is not None and not bool((logit_bound >= 0).all()):
             raise ValueError(f"logit_bound: expected bounds >= 0 without NaN, got {logit_bound.tolist()}")
         if cu_seqlens is not None:
-            borders, T = cu_seqlens.tolist(), q.shape[1]
-            if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
-                raise ValueError(f"cu_seqlens: expected borders rising from 0 to T={T}, got {borders}")
+            validation.check_rising(cu_seqlens, q.shape[1])
 
 
 def check_shapes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.algebra.validation import check_flag
+from attnzoo.algebra.validation import check_flag, check_rising
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors
 from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
@@ -82,6 +82,4 @@ def _check(
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} beside x {tuple(x.shape)}"
         raise ValueError(f"cu_seqlens: expected int32 or int64 borders [N+1] of one row, got {got}")
     if reads_values(x):
-        borders = cu_seqlens.tolist()
-        if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
-            raise ValueError(f"cu_seqlens: expected borders rising from 0 to T={T}, got {borders}")
+        check_rising(cu_seqlens, T)

@@ -248,7 +248,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"log_decay": torch.full((1, 4, 2), 0.5)}, r"log_decay: expected natural logs <= 0, got 0.5"),
     ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
     ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
-    ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T=4, got \[1, 4\]"),
+    ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T = 4, got \[1, 4\]"),
     ({"sink": torch.full((2,), torch.nan)}, r"sink: expected logits that are finite or -inf"),
     ({"logit_bound": -torch.ones(2), "prune": Prune()}, r"logit_bound: expected bounds >= 0"),
     ({"window": -1}, r"window: expected at least 1"),

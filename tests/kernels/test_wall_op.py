@@ -108,7 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 3, 2, 16), "log_diag": torch.zeros(1, 3, 2, 16)}, r"k: expected as many tokens as q"),
     ({"v": torch.zeros(1, 4, 1, 16)}, r"v: expected \[B=1, S=4, G=2, V\]"),
     ({"window": 0}, r"window: expected at least 1"),
-    ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T=4"),
+    ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T = 4"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]
 
