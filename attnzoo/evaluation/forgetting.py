@@ -2,14 +2,17 @@
 
 With every rule a head holds at most M keys, the row's own included. Where the next row would not fit, it evicts the
 keys of the least scores: one, or M / 16 where that is more. So all rules are compared at equal memory. Weights are
-computed densely, for windows of some thousand tokens.
+computed densely, for windows of some thousand tokens; beyond that ``window``, ``sinks`` and the retention of networks
+of keys take memory O(T) (:mod:`attnzoo.evaluation.long_text`).
 
 Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4 tokens and the last M - 4; Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
 a key so far, half of M being the last tokens (Zhang et al., "H2O", 2023); ``snapkv`` by that of the last 16 rows, which
 are kept themselves (Li et al., "SnapKV", 2024, without its pooling over neighbours, and at every row in place of once);
 ``retention`` by the retention of the layer's forget network; ``utility`` by the contributions to this row and later
-ones, the target of forget networks (it looks ahead).
+ones, the target of forget networks (it looks ahead). ``retrieval`` holds all keys and reads at most
+M: blocks of M / 8 keys, the row's own and the earlier ones whose mean key has the largest product with the query (Lu et
+al., "MoBA", 2025, without its training).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import negligible
 from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import unknown
+from attnzoo.evaluation.long_text import FOR_EVER, by_place, by_retention, read_few
 from attnzoo.evaluation.losses import Array, token_losses
 from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.panels import Logits
@@ -39,16 +43,17 @@ from attnzoo.forms.protocol import Call, FormSet
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.attention import Attention
 
-RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
+RULES = ("window", "sinks", "h2o", "snapkv", "retrieval", "retention", "utility")
 BY_ATTENTION = ("h2o", "snapkv")
 UNLIMITED = ("certified", "forgets")  # rules without a budget
 OF_NETWORKS = ("retention", "forgets")  # rules by the layers' forget networks
 _BY_PLACE = {"window": 0, "sinks": 4}  # rules by position -> number of first tokens held
 OBSERVED = 16
+BLOCKS = 8  # blocks that ``retrieval`` reads
+DENSE = 2**13  # tokens up to which a window's weights are computed densely
 ROUNDS = 16  # M / ROUNDS keys are evicted at a time
 PAIRS = {"cpu": 2**21, "cuda": 2**25}  # (row, key) pairs of a pass, if a window has no more
 KEYS = 1024  # keys per chunk of the utility
-FOR_EVER = 1e9  # the score of a key that is never evicted
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +130,14 @@ def held_keys(
     Raises:
         ValueError: an unknown rule, or a budget below 1.
     """
-    if rule not in (*_BY_PLACE, *_SCORES):
+    if rule not in RULES:
         raise unknown("rule", rule, RULES)
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
     step, index, there = max(1, budget // ROUNDS), torch.arange(T, device=logits.device), _visible(logits, heads)
+    if rule == "retrieval":
+        return there & _retrieved(logits, budget, heads)
     if rule in _BY_PLACE:
         first, begins = min(_BY_PLACE[rule], budget - 1), index // step * step
         oldest = (begins + step).clamp(max=T) - (budget - first)  # last tokens beside the first ones
@@ -152,6 +159,25 @@ def held_keys(
             total, last = total + weights.sum(2), torch.cat([last, weights], 2)[:, :, -OBSERVED:]
         held = now[:, :, -1]
     return torch.cat(rows, 2)
+
+
+def blocks_of(budget: int) -> int:
+    """The keys of a block of ``retrieval``."""
+    return max(1, budget // BLOCKS)
+
+
+def _retrieved(logits: Tensor, budget: int, heads: int) -> Tensor:
+    """The mask of keys that each row retrieves, ``[B, G, T, T]`` bool, some of them perhaps not visible."""
+    T, size = logits.shape[-1], blocks_of(budget)
+    block = torch.arange(T, device=logits.device) // size
+    blocks = F.pad(logits, (0, -T % size), value=-torch.inf).unflatten(-1, (-1, size))
+    seen = blocks > -torch.inf
+    mean = blocks.masked_fill(~seen, 0.0).sum(-1) / seen.sum(-1)  # the logit of the mean key; nan if it sees none
+    mean = mean.unflatten(1, (heads, -1)).mean(2).nan_to_num(-torch.inf)
+    earlier = torch.arange(mean.shape[-1], device=logits.device) < block[:, None]
+    best = mean.masked_fill(~earlier, -torch.inf).topk(min(budget // size - 1, mean.shape[-1]), -1).indices
+    chosen = torch.zeros_like(mean, dtype=torch.bool).scatter(-1, best, True) & earlier
+    return chosen.repeat_interleave(size, -1)[..., :T] | (block == block[:, None])
 
 
 def _visible(logits: Tensor, heads: int) -> Tensor:
@@ -193,6 +219,8 @@ class Limited(nn.Module):
         assert isinstance(forms, SoftmaxForms)
         panels = Logits(forms, call.q, call.k, call.gate, SoftmaxOptions(**given))
         (_, H, T), G = panels.shape, panels.heads
+        if T > DENSE:
+            return self._long(call, panels), None
         a = torch.cat([
             F.pad(panels.panel(start, stop, panels.exists(start, stop)), (0, 0, start, 0), value=-torch.inf)
             for start, stop in panels.panels()
@@ -207,6 +235,22 @@ class Limited(nn.Module):
             a = torch.cat([a, sink.to(a.dtype)[:, None, None].expand(*a.shape[:-1], 1)], -1)
         values = expand_heads(call.v, H).to(a.dtype).transpose(1, 2)
         return (a.softmax(-1)[..., :T] @ values).transpose(1, 2).to(call.v.dtype), None
+
+    def _long(self, call: Call, panels: Logits) -> Tensor:
+        """:meth:`run` of a long text, by a rule that needs no weights."""
+        network, T = self.network, panels.shape[2]
+        if self.rule in _BY_PLACE:
+            score = by_place(min(_BY_PLACE[self.rule], self.budget - 1))
+        elif self.rule == "retention" and isinstance(network, ForgetNetwork) and not network.options.of_pairs:
+            score = by_retention(network, call, min(network.options.window, self.budget // 2))
+        else:
+            known = "'window', 'sinks' or the retention of a network of keys"
+            raise ValueError(f"rule: expected {known} beyond {DENSE:,} tokens, got {self.rule!r}")
+        o, count = read_few(panels, call.v, self.budget, max(1, self.budget // ROUNDS), score)
+        seen = count.double()
+        self.held += [seen.mean().item()] * len(o)
+        self.late += [seen[T * 3 // 4 :].mean().item()] * len(o)
+        return o
 
     def _held(self, call: Call, panels: Logits, a: Tensor) -> Tensor:
         G, T = panels.heads, a.shape[-1]

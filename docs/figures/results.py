@@ -31,7 +31,14 @@ QUESTIONS = {
     "Length": ("length",),
     "The tables of FoX's papers": ("fox_components", "fox_gates", "acp_throughput"),
     "Changing a trained model": ("convert",),
-    "Learnt forgetting": ("learned_forgetting", "needle_memory", "forgetting_text", "forgetting_ablations"),
+    "Learnt forgetting": (
+        "learned_forgetting",
+        "needle_memory",
+        "forgetting_text",
+        "forgetting_ablations",
+        "forgetting_pool",
+        "forgetting_baselines",
+    ),
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}
 TABLES = {  # by page and the words of their markers

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnzoo.evaluation import forgetting
+from attnzoo.evaluation.cost import decoding
 from attnzoo.evaluation.forgetting import RULES, ages_of_forgetting, held_keys, limited, loss_within, needed
+from attnzoo.evaluation.long_text import stepped_losses
 from attnzoo.evaluation.losses import token_losses
 from attnzoo.forgetting.rules import NETWORKS, Forgetting, contributions, future_utility
 from attnzoo.models import LanguageModel
@@ -27,7 +30,10 @@ def model_of(name="fox", **options):
 WINDOWS = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("rule", RULES)
+EVICTING = [rule for rule in RULES if rule != "retrieval"]
+
+
+@pytest.mark.parametrize("rule", EVICTING)
 def test_rules_hold_no_more_than_the_budget_and_nothing_comes_back(rule):
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(1, 4, 20, 20, generator=generator).masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
@@ -39,7 +45,7 @@ def test_rules_hold_no_more_than_the_budget_and_nothing_comes_back(rule):
     assert (again == torch.eye(20, dtype=torch.bool)[1:]).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", EVICTING)
 def test_room_for_several_rows_is_within_the_budget(rule):
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(1, 2, 75, 75, generator=generator).masked_fill(~torch.ones(75, 75).tril().bool(), -torch.inf)
@@ -49,6 +55,76 @@ def test_room_for_several_rows_is_within_the_budget(rule):
     again = held[:, :, 1:] & ~held[:, :, :-1]
     assert (again == torch.eye(75, dtype=torch.bool)[1:]).all()
     assert held_keys(a, rule, 75, torch.rand(1, 2, 75, 75, generator=generator), heads=2)[0, 0, -1].all()
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 20, 40, 200])
+def test_retrieval_reads_the_blocks_whose_mean_key_fits_the_query_best(budget):
+    """By mean keys of two query heads' group, block by block; a retrieved block may come back later."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(4, 90, 8, generator=generator), torch.randn(2, 90, 8, generator=generator)
+    triangle = torch.ones(90, 90).tril().bool()
+    a = torch.einsum("htk,hjk->htj", q, k.repeat_interleave(2, 0)).masked_fill(~triangle, -torch.inf)
+    held, size = held_keys(a[None], "retrieval", budget, heads=2)[0], max(1, budget // 8)
+    for g in range(2):
+        for t in range(90):
+            means = {n: k[g, n * size : (n + 1) * size].mean(0) for n in range(t // size)}
+            score = {n: float(mean @ q[2 * g, t] + mean @ q[2 * g + 1, t]) for n, mean in means.items()}
+            best = sorted(score, key=lambda n: -score[n])[: budget // size - 1]
+            read = {j for n in (*best, t // size) for j in range(n * size, min((n + 1) * size, t + 1))}
+            assert set(held[g, t].nonzero()[:, 0].tolist()) == read
+            assert len(read) <= budget
+    assert budget != 20 or bool((held[:, 1:] & ~held[:, :-1] & ~torch.eye(90).bool()[1:]).any())
+
+
+@pytest.mark.parametrize("rule", ["window", "sinks", "retention"])
+@pytest.mark.parametrize("name", ["rope", "fox"])
+def test_long_texts_are_read_as_short_ones(rule, name, monkeypatch):
+    """Memory O(T) beyond some length gives what the dense weights give, for one and for several keys at a time."""
+    model = model_of(name, sinks=True)
+    for budget in (1, 7, 35):
+        windows = torch.randint(256, (2, 76), generator=torch.Generator().manual_seed(2))
+        [dense] = loss_within(model, windows, [rule], [budget])
+        with monkeypatch.context() as patched:
+            patched.setattr(forgetting, "DENSE", 16)
+            [long] = loss_within(model, windows, [rule], [budget])
+        assert long.loss == pytest.approx(dense.loss, rel=1e-6)
+        assert (long.held, long.late) == pytest.approx((dense.held, dense.late))
+        assert long.late <= budget
+    monkeypatch.setattr(forgetting, "DENSE", 16)
+    with pytest.raises(ValueError, match="rule: expected 'window', .* beyond 16 tokens, got 'h2o'"):
+        loss_within(model, WINDOWS, ["h2o"], [4])
+
+
+def test_a_model_steps_through_a_text_within_its_budget():
+    """With room for all the losses are those of whole rows; with a limit heads hold as many keys on average."""
+    model = model_of("rope")
+    with limited(model, "window", 1000):
+        whole = token_losses(model, WINDOWS)
+    for layer in model.attentions():
+        layer.forget.blend = 0.1  # as in the first phase of training
+    assert stepped_losses(model, WINDOWS, 1000).losses == pytest.approx(whole, rel=1e-5)
+    each = 2 * 8 * 4
+    for budget in (5, f"{2 * 5 * each} B", f"{4 * 5 * each} B total"):
+        assert stepped_losses(model, WINDOWS, budget).held == 5
+    assert {(x.forget.options.threshold, x.forget.blend) for x in model.attentions()} == {(0.5, 0.1)}
+
+
+def test_the_cost_of_a_step_counts_what_its_caches_hold():
+    """Bytes of keys, values and books are those of a cache; a rule's operations come on top of the attention's."""
+    model = model_of("rope")
+    layer, cache = model.attentions()[0], model.new_cache(budget=6)
+    with torch.no_grad():
+        model.hidden(WINDOWS[:1], cache=cache)
+    state = cache[0].state.settled()
+    held = int(state.live[0, 0])
+    slots = sum(x[0, :, :held].nbytes for x in state.slots.values())
+    cost = decoding(layer, "retention", 32, held, itemsize=4)
+    assert (cost.held, cost.bytes) == (held, slots)
+    window, found = decoding(layer, "window", 999, 96), decoding(layer, "retrieval", 999, 96)
+    assert (window.held, window.read, found.held, found.read) == (96, 96, 1000, 96)
+    assert window.operations == 96 * 2 * (2 * 8 + 2 * 8)
+    assert found.operations == window.operations + (1000 // 12) * 2 * 2 * 8
+    assert decoding(layer, "window", 999).read == 1000
 
 
 def test_rules_by_position_are_what_their_papers_say():

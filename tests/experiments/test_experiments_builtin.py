@@ -41,7 +41,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
             if config.data.task is not None:
                 task = build_task(config.data.task, config.data.task_options)
                 Examples(task, config.data.context_length)[0]
-    Path("text.txt").write_text("one and two and three and four. " * 200)
+    Path("text.txt").write_text("one and two and three and four. " * 2000)
     data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
     small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
     experiment = replace(experiment, sizes={**experiment.sizes, "cpu": small})

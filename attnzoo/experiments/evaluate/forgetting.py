@@ -21,7 +21,8 @@ from attnzoo.experiments.report.shell import render_template
 from attnzoo.layer.attention import Attention
 
 WORDS = {
-    "window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV", "retention": "forget network",
+    "window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV", "retrieval": "retrieval",
+    "retention": "forget network",
     "utility": "later use", "certified": "certified", "forgets": "network, by itself",
 }  # fmt: skip
 IN_A_LINE = 6  # limits per line of the terminal's table
