@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import unknown
-from attnzoo.kernels.common.arguments import check_tensors
-from attnzoo.kernels.common.checks import share_kept
-from attnzoo.kernels.common.dense import summed_gates
+from attnzoo.kernels.common.argument_checks import check_tensors
+from attnzoo.kernels.common.call_checks import share_kept
+from attnzoo.kernels.common.dense_reference import summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
 
 Layout = Literal["bthd", "bhtd"]

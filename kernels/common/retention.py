@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.kernels.common.arguments import check_tensors
+from attnzoo.kernels.common.argument_checks import check_tensors
 from attnzoo.kernels.common.constants import LOG2E
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.sums import running_sum
-from attnzoo.kernels.common.arguments import check_tensors, check_values
+from attnzoo.kernels.common.argument_checks import check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.device import HAS_TRITON, device_unavailable, on_device_of
 from attnzoo.kernels.common.launching import addressable

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from attnzoo.algebra.validation import check_flag, check_rising
 from attnzoo.algebra.values import reads_values
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
+from attnzoo.kernels.common.call_checks import KERNEL_DTYPES, kernels_unavailable
 
 MOST_TOKENS = 16  # of a window: the kernels are unrolled over it
 MOST_CHANNELS = 1 << 20

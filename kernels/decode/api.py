@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import as_given, reads_values, records
-from attnzoo.kernels.common.arguments import check_numbers, check_shapes, check_tensors, check_values
-from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation
+from attnzoo.kernels.common.argument_checks import check_numbers, check_shapes, check_tensors, check_values
+from attnzoo.kernels.common.call_checks import Impl, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.operands import PagedInference, PageWrite

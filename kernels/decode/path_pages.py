@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.arguments import check_shapes, check_values
-from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_shapes, check_values
+from attnzoo.kernels.common.call_checks import kernels_unavailable
 from attnzoo.kernels.common.launching import addressable
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.api import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.kernels.common.constants import CLOSED
-from attnzoo.kernels.common.dense import dense_readout
+from attnzoo.kernels.common.dense_reference import dense_readout
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.eight_bits import write, written
 from attnzoo.kernels.decode.state import PagedState

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.values import as_given
-from attnzoo.kernels.common.arguments import check_shapes
-from attnzoo.kernels.common.checks import Impl, pick_implementation
+from attnzoo.kernels.common.argument_checks import check_shapes
+from attnzoo.kernels.common.call_checks import Impl, pick_implementation
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.decode.api import (

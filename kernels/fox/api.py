@@ -1,4 +1,4 @@
-"""The public functions of FoX: check a call (``common/checks.py``), choose kernels or dense reference, and call them.
+"""The public functions of FoX: check a call (``common/call_checks.py``), choose kernels or the reference, call them.
 
 A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
 ``hopper/``.
@@ -15,8 +15,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
-from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
-from attnzoo.kernels.common.checks import (
+from attnzoo.kernels.common.call_checks import (
     Impl,
     check_attention,
     check_receivers,
@@ -25,6 +24,7 @@ from attnzoo.kernels.common.checks import (
     refuse_receivers,
     share_kept,
 )
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions

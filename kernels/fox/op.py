@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import is_closed
 from attnzoo.kernels.common.autograd import attention_gradients
 from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import segment_starts, window_starts
+from attnzoo.kernels.common.dense_reference import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind

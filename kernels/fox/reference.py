@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import certified_starts
 from attnzoo.kernels.common.calls import with_lse
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, summed_gates
+from attnzoo.kernels.common.dense_reference import dense_readout, summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.retention import Retention
 from attnzoo.kernels.common.running_gates import GateSums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.dense_reference import segment_starts
 from attnzoo.kernels.common.gate_sums import gate_sums
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.rows import RowGates, first_visible_without_gate

@@ -9,8 +9,8 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.algebra.values import counted, reads_values, records
-from attnzoo.kernels.common.arguments import check_tensors
-from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_tensors
+from attnzoo.kernels.common.call_checks import kernels_unavailable
 
 MOST_TOKENS = 64  # a chunked kernel is faster from about here on
 MOST_CHANNELS = 512  # the columns of a state that one program holds must fit its registers

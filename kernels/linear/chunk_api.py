@@ -7,8 +7,8 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.checks import check_attention, kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
+from attnzoo.kernels.common.call_checks import check_attention, kernels_unavailable
 from attnzoo.kernels.common.options import AttentionOptions
 
 MOST_CHANNELS = 256

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.dense_reference import segment_starts
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.gate_sums import HEADS, load_gates, maximum
 from attnzoo.kernels.common.launched import launched

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.validation import check_flag
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
+from attnzoo.kernels.common.call_checks import kernels_unavailable
 from attnzoo.kernels.linear.parts import DecayLogits
 
 MOST_LOGITS = 1 << 20  # of a token

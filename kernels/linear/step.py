@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.errors import unknown
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors
+from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
 from attnzoo.kernels.common.parts import Norm
 from attnzoo.kernels.linear.api import triton_unavailable
 from attnzoo.kernels.linear.parts import MAPS, DecayLogits, RecurrentParts

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnzoo.algebra.validation import check_flag
 from attnzoo.errors import unknown
-from attnzoo.kernels.common.arguments import check_shapes, check_tensors
-from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
+from attnzoo.kernels.common.call_checks import KERNEL_DTYPES, kernels_unavailable
 from attnzoo.kernels.norms.parts import Gated, Skip
 
 MOST_CHANNELS = 16384  # that are normed together: a program holds them

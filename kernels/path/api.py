@@ -15,9 +15,8 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
-from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
-from attnzoo.kernels.common.checks import (
+from attnzoo.kernels.common.argument_checks import check_log_diag, check_tensors, check_values
+from attnzoo.kernels.common.call_checks import (
     Impl,
     check_receivers,
     check_whole_sequences,
@@ -26,6 +25,7 @@ from attnzoo.kernels.common.checks import (
     refuse_receivers,
     share_kept,
 )
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions

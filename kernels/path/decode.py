@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.values import as_given, reads_values, records
-from attnzoo.kernels.common.arguments import MOST, check_numbers, check_tensors, check_values
-from attnzoo.kernels.common.checks import kernels_unavailable
+from attnzoo.kernels.common.argument_checks import MOST, check_numbers, check_tensors, check_values
+from attnzoo.kernels.common.call_checks import kernels_unavailable
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 from attnzoo.kernels.path.operands import PathStep

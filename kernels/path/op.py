@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.autograd import attention_gradients
-from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.dense_reference import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe

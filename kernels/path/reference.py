@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.kernels.common.calls import with_lse
-from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores, starts_by_scores
+from attnzoo.kernels.common.dense_reference import attention_by_scores, decayed_scores, starts_by_scores
 from attnzoo.kernels.common.options import AttentionOptions
 
 

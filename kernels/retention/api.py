@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.checks import Impl, pick_implementation
-from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.call_checks import Impl, pick_implementation
+from attnzoo.kernels.common.dense_reference import segment_starts
 from attnzoo.kernels.common.device import device_unavailable
 from attnzoo.kernels.common.launching import addressable
 from attnzoo.kernels.common.retention import Retention, check_retention

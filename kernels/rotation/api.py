@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.values import counted
-from attnzoo.kernels.common.arguments import check_tensors
-from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
+from attnzoo.kernels.common.argument_checks import check_tensors
+from attnzoo.kernels.common.call_checks import KERNEL_DTYPES, kernels_unavailable
 
 MOST_CHANNELS = 256
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given, records
-from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
+from attnzoo.kernels.common.argument_checks import check_log_diag, check_tensors, check_values
+from attnzoo.kernels.common.call_checks import Impl, check_whole_sequences, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, returned
-from attnzoo.kernels.common.checks import Impl, check_whole_sequences, kernels_unavailable, pick_implementation
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
 

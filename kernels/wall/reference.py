@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from attnzoo.kernels.common.calls import with_lse
-from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores
+from attnzoo.kernels.common.dense_reference import attention_by_scores, decayed_scores
 
 
 def wall_reference_lse(q: Tensor, k: Tensor, v: Tensor, *, log_diag: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

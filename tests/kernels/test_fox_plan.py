@@ -9,7 +9,7 @@ import pytest
 import torch
 from fox_cases import SMALL, Case, inputs, triton
 
-from attnzoo.kernels.common import checks, plans
+from attnzoo.kernels.common import call_checks, plans
 from attnzoo.kernels.common.device import GLUON, Machine, sums_over_loops
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.fox import plan as fox_plan
@@ -170,7 +170,7 @@ def test_kernels_for_another_architecture_are_rows_of_the_plans_tables(
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.0")
     q = torch.zeros(1, 4, 1, 16)
-    assert "never run on ROCm" in checks.kernels_unavailable(q, q, multiple=8, most=256)
+    assert "never run on ROCm" in call_checks.kernels_unavailable(q, q, multiple=8, most=256)
 
 
 def test_a_cache_that_grows_keeps_its_plan() -> None:

@@ -16,9 +16,9 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.encodings.fox import FORMS
 from attnzoo.forms.caches.state import KVCache
-from attnzoo.kernels.common.checks import share_kept
+from attnzoo.kernels.common.call_checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.dense_reference import first_visible, running_sums
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.options import AttentionOptions

@@ -13,7 +13,7 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a 
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common import checks
+from attnzoo.kernels.common import call_checks
 from attnzoo.kernels.common.device import Machine, machine
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.levels.layout import Wanted
@@ -206,7 +206,7 @@ def test_broadcast_keys_and_gradients() -> None:
 
 def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) -> None:
     x = {n: t.double() for n, t in inputs(Case(T=40), torch.float32).items() if n != "do"}
-    checks._said.clear()
+    call_checks._said.clear()
     with caplog.at_level(logging.INFO, "attnzoo.kernels.path"):
         with pytest.raises(ValueError, match=r"w: expected q's dtype \(torch.float32\)"):
             path_attention(x["q"].float(), x["k"].float(), x["v"].float(), w=x["w"], beta=x["beta"])

@@ -13,8 +13,8 @@ from torch import Tensor
 import attnzoo.forms.softmax
 from attnzoo import Gate, get
 from attnzoo.algebra.pruning import Prune, first_kept_keys
-from attnzoo.kernels.common.checks import share_kept
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.call_checks import share_kept
+from attnzoo.kernels.common.dense_reference import first_visible, running_sums
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.path import kept_fraction, path_attention

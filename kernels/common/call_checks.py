@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import OPAQUE, counted, in_transform, reads_values
-from attnzoo.kernels.common.arguments import check_log_dtype, check_numbers, check_tensors, check_values
+from attnzoo.kernels.common.argument_checks import check_log_dtype, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
 from attnzoo.kernels.common.options import AttentionOptions
