@@ -10,7 +10,7 @@ may be taken for seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
@@ -28,6 +28,7 @@ from attnzoo.experiments.statistics import (
     mean_error,
     smallest_p,
     tail,
+    welch,
     with_error,
     without_each,
 )
@@ -142,14 +143,41 @@ class Below:
     def judge(self, of: Values) -> Verdict:
         lower, higher = of(self.lower), of(self.higher)
         what = f"{self.lower}: {with_error(lower)}, {self.higher}: {with_error(higher)}"
-        if self.paired or self.lower.arm == self.higher.arm:
+        if self.paired:
             return _decide(what, *mean_error(higher - lower - self.by))
-        (a, a_error, a_freedom), (b, b_error, b_freedom) = mean_error(lower), mean_error(higher)
-        error = math.hypot(a_error, b_error)
-        parts = [(a_error, a_freedom), (b_error, b_freedom)]
-        below = sum(part**4 / freedom for part, freedom in parts if freedom)
-        freedom = error**4 / below if below > 0 else float(min(a_freedom, b_freedom))
-        return _decide(what, b - a - self.by, error, freedom)
+        difference, error, freedom = _gap(of, (self.lower, self.higher))
+        return _decide(what, difference - self.by, error, freedom)
+
+
+@dataclass(frozen=True)
+class Wider:
+    """The claim that one value is further below another than a third is below a fourth, in means over the seeds.
+
+    Args:
+        wide: the lower and the higher value of the wider gap.
+        narrow: those of the narrower gap.
+        by: the least difference of the gaps.
+    """
+
+    wide: tuple[Value, Value]
+    narrow: tuple[Value, Value]
+    by: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), Wider.__annotations__)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (*self.wide, *self.narrow)
+
+    def judge(self, of: Values) -> Verdict:
+        wide, narrow = _gap(of, self.wide), _gap(of, self.narrow)
+        what = "; ".join(
+            f"{pair[0]} below {pair[1]} by {gap[0]:.3g} ± {gap[1]:.2g}"
+            for pair, gap in ((self.wide, wide), (self.narrow, narrow))
+        )
+        difference, error, freedom = _gap(of, (*self.wide, *reversed(self.narrow)))
+        return _decide(what, difference - self.by, error, freedom)
 
 
 @dataclass(frozen=True)
@@ -309,14 +337,27 @@ def power(claim: Claim, seeds: int) -> list[str]:
         shares = " and ".join(f"{true:g} in {100 * correlation_seen(parts, true):.0f}" for true in (0.8, 0.9))
         count = len({part for each in parts for part in each})
         return [f"of gains of {count} parts, a true correlation of {shares} of 100 experiments"]
-    if not isinstance(claim, Below | AtMost | AtLeast):
+    if isinstance(claim, Below | Wider):
+        models = 1 if isinstance(claim, Below) and claim.paired else len({value.arm for value in claim.values})
+        kind = {1: "of numbers of the same seed", 2: "of two models"}.get(models, f"of gaps among {models} models")
+    elif isinstance(claim, AtMost | AtLeast):
+        models, kind = 1, "from a limit"
+    else:
         return []
-    alone = not isinstance(claim, Below) or claim.paired or claim.lower.arm == claim.higher.arm
-    paired = isinstance(claim, Below) and alone
-    kind = "of numbers of the same seed" if paired else "from a limit" if alone else "of two models"
     return [
-        f"in four of five experiments a difference {kind} of {difference_seen(seeds, alone):.1f} standard deviations"
+        f"in four of five experiments a difference {kind} of {difference_seen(seeds, models):.1f} standard deviations"
     ]
+
+
+def _gap(of: Values, values: Sequence[Value]) -> tuple[float, float, float]:
+    """Every second value minus the one before it, summed: mean, standard error and degrees of freedom.
+
+    Numbers of one arm are summed run by run.
+    """
+    sums: dict[str, Array] = {}
+    for number, value in enumerate(values):
+        sums[value.arm] = sums.get(value.arm, np.zeros(1)) + (of(value) if number % 2 else -of(value))
+    return welch(list(sums.values()))
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:

@@ -11,6 +11,13 @@ import click
 from attnzoo.data.command import PATH, overrides_argument
 from attnzoo.errors import UnavailableError
 
+CLAIM = click.option(
+    "--claim", "claims", multiple=True, metavar="ORDER",
+    help="Whether these models alone are in this order: 'fox < rope', or 'L(i) @ 4: fox < rope' in another number. A "
+    "model is an arm, or a variant with options, as 'fox block=llama'.",
+)  # fmt: skip
+SEEDS = click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
+
 
 @click.group()
 def experiment() -> None:
@@ -30,20 +37,23 @@ def list_experiments() -> None:
 
 @experiment.command()
 @click.argument("name")
-def show(name: str) -> None:
+@CLAIM
+@SEEDS
+def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
     """What an experiment compares, costs and expects.
 
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT.
     """
-    from attnzoo.experiments.claims import power
-    from attnzoo.experiments.experiment import cost_of, find, layers_of, meanings_of
+    from attnzoo.experiments.asked import asked
+    from attnzoo.experiments.experiment import cost_of, find, layers_of, meanings_of, power_of
 
-    found = find(name)
+    found = asked(find(name), claims)
+    seeds = seeds or found.seeds
     click.echo(click.style(found.title, bold=True))
     click.echo(textwrap.fill(found.question, 100))
     for arm in found.arms:
         click.echo(f"  {arm.name}: {layers_of(found, arm)}")
-    click.echo(f"measured, with {found.seeds} seeds:")
+    click.echo(f"measured, with {seeds} seeds:")
     for meaning, probes in meanings_of(found).items():
         click.echo(textwrap.fill(f"- {probes}: {meaning}", 100, subsequent_indent="  "))
     for size in found.sizes:
@@ -52,8 +62,8 @@ def show(name: str) -> None:
     for each in found.expectations:
         only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
         click.echo(textwrap.fill(f"- {each.text}{only} [{each.source}]", 100, subsequent_indent="  "))
-    click.echo(f"what {found.seeds} seeds see, by simulation:")
-    for line in dict.fromkeys(line for each in found.expectations for line in power(each.claim, found.seeds)):
+    click.echo(f"what {seeds} seeds see, by simulation:")
+    for line in power_of(found, seeds):
         click.echo(textwrap.fill(f"- {line}", 100, subsequent_indent="  "))
     for result in found.measured:
         tried = f"; {result.tried}" if result.tried else ""
@@ -66,7 +76,7 @@ def show(name: str) -> None:
 @click.argument("name")
 @overrides_argument
 @click.option("--size", help="cpu: 15 minutes on two cores; gpu: on one H200.  [default: cpu, or a file's only size]")
-@click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
+@SEEDS
 @click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
@@ -75,9 +85,11 @@ def show(name: str) -> None:
 @click.option(
     "--rates", type=PATH, help="A result.json, of another size, whose learning rates are taken, model by model."
 )
+@CLAIM
 def run(
     name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
     minutes: float | None, only: tuple[str, ...], device: str | None, rates: Path | None,
+    claims: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train, measure, judge every expectation, and write a page.
 
@@ -97,12 +109,13 @@ def run(
     find_size(found, size)
     if size.startswith("gpu") and device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError(f"--size {size}: expected a CUDA GPU, found none; `--device cpu` runs it all the same")
-    folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
+    folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}{'-asked' if claims else ''}"
     asked = ["--size", size] if size != "cpu" else []
     asked += ["--seeds", str(seeds)] if seeds else []
     asked += ["--device", device] if device else []
     asked += ["--rates", str(rates)] if rates else []
+    asked += [word for claim in claims for word in ("--claim", claim)]
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
     chosen = {run.arm: run.lr for run in load_outcome(rates).runs} if rates else {}
-    plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen)
+    plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import at_least, several, unknown
-from attnzoo.experiments.claims import Claim, Value
+from attnzoo.experiments.claims import AtLeast, AtMost, Claim, Value, power
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import given_by, python_file
 
@@ -32,6 +32,7 @@ class Arm:
         lrs: the learning rates to try, where they are not the size's.
         after: an earlier arm with one learning rate, from whose run with the same seed its weights start.
         teacher: an arm that it comes after, directly or not, whose run with the same seed is its `teacher`.
+        times: setting -> factor by which its value is that of the size, as `{"steps": 2}` for twice the steps.
         at: size -> options of its layers at that size, which override ``options``.
     """
 
@@ -43,6 +44,7 @@ class Arm:
     after: str = ""
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     teacher: str = ""
+    times: Mapping[str, float] = field(default_factory=dict)
 
     def options_at(self, size: str) -> dict[str, Any]:
         """The options of its layers at a size."""
@@ -257,6 +259,13 @@ class Experiment:
                 raise ValueError(
                     f"at: expected a place of {value.probe!r}, {known}, got {value.at:g} for {value.arm!r}"
                 )
+        shares = {probe.name for probe in self.probes if probe.percent}
+        for claim in (one for each in self.expectations for one in getattr(each.claim, "claims", (each.claim,))):
+            if isinstance(claim, AtMost | AtLeast) and claim.value.probe in shares and not 0 < claim.limit < 1:
+                raise ValueError(
+                    f"limit: expected a share between 0 and 1 of {claim.value}, got {claim.limit:g}: such a claim is "
+                    "always seen or never"
+                )
 
     @property
     def arm_names(self) -> list[str]:
@@ -288,7 +297,8 @@ def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
     after += [f"with the teacher {arm.teacher}"] if arm.teacher else []
     others = {} if size else arm.at
     elsewhere = [f"at size {name} {key}={value}" for name, own in others.items() for key, value in own.items()]
-    return ", ".join([str(arm.variant), *given, *arm.settings, *rates, *after, *elsewhere])
+    times = [f"{factor:g} × {key}" for key, factor in arm.times.items()]
+    return ", ".join([str(arm.variant), *given, *arm.settings, *times, *rates, *after, *elsewhere])
 
 
 def cost_of(experiment: Experiment, name: str) -> str:
@@ -321,6 +331,12 @@ def _options_of(probe: Probe) -> str:
     values = {option.name: (getattr(probe, option.name), option.default) for option in options}
     given = ", ".join(f"{name}={value}" for name, (value, default) in values.items() if value not in (default, (), {}))
     return f" ({given})" if given else ""
+
+
+def power_of(experiment: Experiment, seeds: int, size: str = "") -> list[str]:
+    """What the tests of the expectations see with so many seeds, at a size or at all sizes: a line for each kind."""
+    judged = experiment.judged(size) if size else experiment.expectations
+    return list(dict.fromkeys(line for each in judged for line in power(each.claim, seeds)))
 
 
 def names() -> list[str]:

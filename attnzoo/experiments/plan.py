@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least
@@ -32,6 +34,7 @@ class Schedule:
         overrides: `key=value` of the training, for all runs.
         device: `auto` or `cpu`.
         rates: arm -> learning rate that was chosen before at another size and is not searched.
+        claims: orderings that are asked in place of the experiment's own, as of :func:`asked`.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Schedule:
     overrides: tuple[str, ...] = ()
     device: str = "auto"
     rates: Mapping[str, float] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         at_least(self, 2, "seeds")
@@ -68,6 +72,7 @@ class Schedule:
         own = (*OWN, *(["start_from"] if arm.after else []), *(["teacher"] if arm.teacher else []))
         for key in (key for key in own if key != "model.attention_options" and names_key(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
+        _multiply(settings, arm.times)
         settings |= {"device": self.device, "seed": seed}
         settings.setdefault("optimizer", {})["lr"] = lr
         settings.setdefault("data", {})["seed"] = seed
@@ -97,6 +102,17 @@ class Schedule:
 
     def _folder(self, arm: Arm, lr: float, seed: int) -> str:
         return str(self.out / folder_of(arm) / f"lr{rate_in_words(lr)}-seed{seed}")
+
+
+def _multiply(settings: dict[str, Any], times: Mapping[str, float]) -> None:
+    """Multiply whole numbers among the settings, in place."""
+    for key, factor in times.items():
+        *path, last = key.split(".")
+        try:
+            into = reduce(getitem, path, settings)
+            into[last] = round(into[last] * factor)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"times: expected a number of the size's settings, got {key!r}") from error
 
 
 @cache

@@ -19,7 +19,8 @@ from attnzoo.data import build_data
 from attnzoo.data.own import check_replaceable
 from attnzoo.data.windows import heldout_starts
 from attnzoo.errors import unknown
-from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, rate_in_words
+from attnzoo.experiments.asked import asked
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, power_of, rate_in_words
 from attnzoo.experiments.kept import (
     MEASURED,
     finished,
@@ -85,7 +86,7 @@ def run_experiment(
             training.
     """
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    experiment = find(plan.name)
+    experiment = asked(find(plan.name), plan.claims)
     find_size(experiment, plan.size)
     for name in (PAGE, RESULT, SUMMARY):
         check_replaceable(plan.out / name, "--out")
@@ -114,6 +115,8 @@ def run_experiment(
     if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # small models gain nothing from more threads, and a result may depend on their number
     tasks, after = _tasks(plan, experiment, arms)
+    for line in () if only else power_of(experiment, plan.seeds, plan.size):
+        console.print(f"{plan.seeds} seeds see {line}", markup=False, highlight=False, soft_wrap=True)
     failures: list[str] = []
     side_by_side = partial(run_tasks, tasks, jobs, until, after, gpus, failures.append)
     for number, label in enumerate(side_by_side() if jobs > 1 or minutes is not None else tasks, 1):
@@ -258,7 +261,7 @@ def _seeded(name: str, seed: int) -> str:
 
 
 def _find(plan: Schedule, name: str) -> tuple[Experiment, Arm]:
-    experiment = find(plan.name)
+    experiment = asked(find(plan.name), plan.claims)
     return experiment, experiment.arm(name)
 
 

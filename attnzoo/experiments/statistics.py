@@ -47,6 +47,18 @@ def mean_error(values: Array) -> tuple[float, float, int]:
     return float(values[0] + apart.mean()), error, n - 1
 
 
+def welch(terms: Sequence[Array]) -> tuple[float, float, float]:
+    """The sum of the means of independent sets of runs, its standard error, and Welch's degrees of freedom.
+
+    Args:
+        terms: the numbers of each set, negative where the sum subtracts them.
+    """
+    means, errors, freedoms = zip(*map(mean_error, terms), strict=True)
+    error = math.hypot(*errors)
+    below = sum(part**4 / freedom for part, freedom in zip(errors, freedoms, strict=True) if freedom)
+    return sum(means), error, error**4 / below if below > 0 else float(min(freedoms))
+
+
 def correlation(one: Array, other: Array, parts: Parts = ()) -> tuple[float, float]:
     """Pearson's r of two sets of gains, and the share of all relabellings of parts whose r is as large or larger.
 
@@ -134,26 +146,26 @@ def drawn_anew(one: Array, other: Array, draws: int = DRAWS) -> tuple[float, flo
 
 
 @functools.cache
-def difference_seen(seeds: int, paired: bool = False) -> float:
-    """The difference of two means, in standard deviations of a run, that is seen with a power of 80%.
+def difference_seen(seeds: int, models: int = 2) -> float:
+    """The difference, in standard deviations of a run, that is seen with a power of 80%, by simulation.
 
-    It is simulated with Welch's t, or with Student's t of the differences where ``paired``.
+    Args:
+        seeds: runs of each model.
+        models: sets of runs that it is a sum of, by Welch's t: two for a difference of two models, four for one of two
+            such differences; one for numbers of the same seed or a limit, by Student's t.
 
     Raises:
         ValueError: fewer than two seeds.
     """
     if seeds < 2:
         raise ValueError(f"seeds: expected at least 2, got {seeds}")
-    rng = np.random.default_rng(0)
-    one, other = rng.standard_normal((2, DRAWS, seeds))
-    if paired:
-        one = (one - other) / math.sqrt(2)  # in units of the differences' standard deviation
-        other = np.zeros_like(one)
-    a, b = (x.var(1, ddof=1) / seeds for x in (one, other))
-    freedom = (a + b) ** 2 * (seeds - 1) / (a**2 + b**2)
-    least = np.interp(freedom, *_limits(seeds - 1, 2 * seeds - 2))
+    runs = np.random.default_rng(0).standard_normal((models, DRAWS, seeds))
+    parts = runs.var(2, ddof=1) / seeds
+    error = np.sqrt(parts.sum(0))
+    freedom = error**4 * (seeds - 1) / (parts**2).sum(0)
+    least = np.interp(freedom, *_limits(seeds - 1, max(models, 2) * (seeds - 1)))
     # the difference at which each experiment's t comes to its limit
-    return float(np.percentile(least * np.sqrt(a + b) - (one.mean(1) - other.mean(1)), 80))
+    return float(np.percentile(least * error - runs.mean(2).sum(0), 80))
 
 
 @functools.cache

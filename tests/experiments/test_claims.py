@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Closed, Correlated, Value, in_order, power
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Closed, Correlated, Value, Wider, in_order, power
 from attnzoo.experiments.statistics import tail
 
 A, B = Value("a", "p"), Value("b", "p")
@@ -176,3 +176,21 @@ def test_what_so_many_seeds_can_see_is_said_of_each_kind_of_claim():
     assert power(Correlated(("x0", "y0"), pairs, "p"), 3)[0].startswith(
         "of gains of 4 parts, a true correlation of 0.8 in"
     )
+
+
+def test_gap_is_wider_than_another_if_both_together_say_so():
+    short, long = (A, B), (Value("c", "p"), Value("d", "p"))
+    values = {"a": [1.0, 1.1, 0.9], "b": [1.5, 1.4, 1.6], "c": [1.0, 1.1, 1.05], "d": [3.0, 3.1, 2.9]}
+    assert word(Wider(long, short), **values) == "seen"
+    assert word(Wider(short, long), **values) == "not seen"
+    assert word(Wider(long, short, by=1.5), **values) == "undecided"
+    assert word(Wider(long, short), **{**values, "d": [1.0, 5.0, 3.0]}) == "undecided"
+
+
+def test_gaps_of_one_arm_are_compared_run_by_run():
+    """At two places of one model: what all of a run's numbers share does not count."""
+    share = np.array([0.0, 100.0, -50.0])
+    numbers = {1.0: share, 2.0: share + np.array([0.5, 0.6, 0.4]), 3.0: share + np.array([1.5, 1.4, 1.6])}
+    near, far = ((Value("a", "p", 1.0), Value("a", "p", end)) for end in (2.0, 3.0))
+    assert Wider(far, near).judge(lambda value: numbers[value.at]).word == "seen"
+    assert Below(near[1], far[1]).judge(lambda value: numbers[value.at]).word == "seen"

@@ -363,6 +363,22 @@ def test_command_runs(done):
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
 
 
+def test_ordering_that_no_experiment_names_is_one_command(done):
+    """Of an arm and a variant with options; what the arm's runs have is not done again where --out says so."""
+    claim = "longer: fox < nope qk_norm=rms"
+    shown = CliRunner().invoke(app, ["experiment", "show", done, "--claim", claim, "--seeds", "5"])
+    assert "what 5 seeds see, by simulation:\n- in four of five experiments a difference of two models" in shown.output
+    arguments = ["experiment", "run", done, "--seeds", "2", "--jobs", "1", "--out", "out", "--claim", claim]
+    ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "2 seeds see in four of five experiments a difference of two models of " in ran.output
+    assert "[8/8] nope qk_norm=rms, seed 1: held-out loss " in ran.output
+    outcome = load_outcome(Path("out/result.json"))
+    assert {run.arm for run in outcome.runs} == {"fox", "nope qk_norm=rms"}
+    page = html.unescape(Path("out/report.html").read_text())
+    assert "longer: fox < nope qk_norm=rms." in page
+    assert "attnzoo experiment run mine.py --seeds 2 --claim 'longer: fox < nope qk_norm=rms'" in page
+
+
 def change(outcome, wrong, guess):
     """The outcome with these shares of wrong answers in the runs of either arm, beside a guess."""
     places = {1.0: Guess(guess, 0.02), 2.0: Guess(guess, 0.02)}

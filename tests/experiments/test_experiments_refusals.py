@@ -159,6 +159,33 @@ def test_mistake_is_found_before_any_training(change, message, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("kind", "limit"), [(AtMost, 0.0), (AtLeast, 1.0), (AtLeast, 60.0)])
+def test_claim_about_a_share_that_can_never_be_seen_is_refused(kind, limit):
+    claim = Expectation("It is.", "", kind(Value("a", "wrong"), limit))
+    with pytest.raises(ValueError, match=f"limit: expected a share between 0 and 1 of a, got {limit:g}"):
+        Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Wrong("wrong"),), (claim,))
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ("fox", "claim: expected an ordering of models, as 'fox < rope', got 'fox'"),
+        ("fox < ", "claim: expected an ordering of models"),
+        ("fox < rpe", "unknown arm 'rpe': expected one of .*, or a variant with options"),
+        ("los: fox < rope", "unknown probe 'los' of a claim or a picture: .* did you mean 'loss'"),
+        ("loss @ far: fox < rope", "claim: expected a number behind @, got 'far'"),
+        ("L(i) @ 9: fox < rope", "at: expected a place of 'L.i.', .* got 9 for 'fox'"),
+        ("fox kvshift=1 < rope", "unknown option 'kvshift'"),
+    ],
+)
+def test_ordering_that_cannot_be_asked_names_what_exists(claim, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, ["experiment", "run", "pairs", "--claim", claim, "data.source=stdlib"]).exception
+    assert isinstance(error, ValueError)
+    assert re.search(message, str(error))
+    assert not list(tmp_path.iterdir())
+
+
 def test_probes_say_what_they_need():
     config = load_config(None, ["data.source=text.txt"])
     subject = Probed(LanguageModel(config.model), config, None, [], 2, 100)

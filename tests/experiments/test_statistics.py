@@ -84,16 +84,17 @@ def test_seeds_and_text_drawn_anew_spread_the_correlation_as_their_noise_does():
     assert drawn_anew(losses + text, losses + text, 100) == pytest.approx((1.0, 1.0))
 
 
-@pytest.mark.parametrize(("seeds", "paired"), [(3, False), (5, False), (3, True)])
-def test_difference_that_is_seen_four_times_of_five_is_seen_so_often(seeds, paired):
-    from attnzoo.experiments.claims import Below, Value
+@pytest.mark.parametrize(("seeds", "models"), [(3, 2), (5, 2), (3, 1), (3, 4)])
+def test_difference_that_is_seen_four_times_of_five_is_seen_so_often(seeds, models):
+    from attnzoo.experiments.claims import Below, Value, Wider
 
     rng, seen = np.random.default_rng(5), 0
-    claim = Below(Value("a", "p"), Value("b", "p"), paired=paired)
-    difference = difference_seen(seeds, paired)
+    a, b, c, d = (Value(name, "p") for name in "abcd")
+    claim = Wider((a, b), (c, d)) if models == 4 else Below(a, b, paired=models == 1)
+    difference = difference_seen(seeds, models)
     for _ in range(400):
-        runs = {"a": rng.standard_normal(seeds), "b": np.zeros(seeds) if paired else rng.standard_normal(seeds)}
-        runs["b"] = runs["b"] + difference
+        runs = {name: rng.standard_normal(seeds) for name in "abcd"}
+        runs["b"] = (np.zeros(seeds) if models == 1 else runs["b"]) + difference
         seen += claim.judge(lambda value, runs=runs: runs[value.arm]).word == "seen"
     assert seen / 400 == pytest.approx(0.8, abs=0.06)
 
