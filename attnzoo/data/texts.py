@@ -38,15 +38,16 @@ def stdlib_files() -> dict[str, Path]:
         ValueError: this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
-    kept = sorted(name for name in names if not _excluded_from_stdlib(name))
+    kept: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED]
+        below = Path(folder).relative_to(root)
+        sources = [name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        kept += [(below / name).as_posix() for name in sources]
+    kept.sort()
     if not kept:
         raise ValueError(f"no data in 'stdlib': this Python keeps no source files in {str(root)!r}")
     return {name: root / name for name in kept}
-
-
-def _excluded_from_stdlib(name: str) -> bool:
-    return not STDLIB_EXCLUDED.isdisjoint(name.split("/")) or name.startswith("_sysconfigdata")
 
 
 def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
