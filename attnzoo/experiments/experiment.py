@@ -311,7 +311,8 @@ def cost_of(experiment: Experiment, name: str) -> str:
         f", and further ones until the best lies between two, tried with {' '.join(size.tries)}" if size.tries else ""
     )
     words += f"; models that start from others: {' '.join(size.after)}" if size.after else ""
-    words += f"; measured on {size.rows:,} rows of the task" if True in kinds else ""
+    if any(hasattr(probe, "guess") for probe in experiment.probes):
+        words += f"; measured on {size.rows:,} rows {'of the task' if True in kinds else 'with a needle'}"
     return words + (f"; measured on {size.tokens:,} tokens of held-out text" if False in kinds else "")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
+from attnzoo.data.windows import Joined, Tokens
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.pruning import pruning
@@ -48,16 +49,21 @@ class Probed:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def text(self) -> Tokens | Joined:
+        """The held-out text; ValueError where the run was trained on a task."""
+        if isinstance(self.data.heldout, Examples):
+            raise ValueError(f"expected a run on a text, got one on {self.config.data.source!r}")
+        return self.data.heldout
+
     def windows(self, factor: float) -> Tensor:
         """Held-out text in windows of `factor` training contexts, ``[N, length + 1]``.
 
         Raises:
             ValueError: the run was trained on a task, or the text is too short.
         """
-        if isinstance(self.data.heldout, Examples):
-            raise ValueError(f"expected a run on a text, got one on {self.config.data.source!r}")
         length = int(self.config.data.context_length * factor)
-        return torch.from_numpy(heldout_windows(self.data.heldout, length, self.tokens)).to(self.device)
+        return torch.from_numpy(heldout_windows(self.text, length, self.tokens)).to(self.device)
 
 
 class Probe(Protocol):
@@ -302,7 +308,7 @@ class PrunedLoss:
         return self.length
 
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not any(isinstance(x, Attention) and x.variant.prunable for x in subject.model.modules()):
+        if not prunes(subject.model):
             return {}
         losses = []
         for prune in (None, Prune()):
@@ -324,6 +330,11 @@ class Speed:
         return {
             1.0: statistics.median(row["tokens_per_second"] for row in subject.metrics if row["kind"] == "train") / 1e3
         }
+
+
+def prunes(model: LanguageModel) -> bool:
+    """Whether a model has a layer that can prune."""
+    return any(isinstance(layer, Attention) and layer.variant.prunable for layer in model.modules())
 
 
 def wrong_share(subject: Probed, options: Mapping[str, Any], length: float) -> float:

@@ -1,15 +1,21 @@
-"""Further probes on held-out text: losses of its stretches and of a text that is read twice, what heads keep of it."""
+"""Further probes on held-out text: losses of its stretches and of a text that is read twice, a needle in it, what
+pruning keeps of it by head, depth and eps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
-from attnzoo.evaluation import gate_maps, token_losses
-from attnzoo.experiments.probes import ByLength, Probed, text_losses
+from attnzoo.data.tasks import Examples
+from attnzoo.evaluation import gate_maps, measure_pruning, sweep_eps, token_losses
+from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
+from attnzoo.evaluation.needle import text_needle
+from attnzoo.experiments.probes import ROWS_SEED, ByLength, Probed, prunes, text_losses
+from attnzoo.trained.model import load_trained
 
 
 @dataclass(frozen=True)
@@ -89,3 +95,93 @@ class KeptByHead:
             return {}
         heads = np.concatenate(kept)
         return dict(zip(self.at, np.histogram(heads, (0.0, *self.at))[0] / len(heads), strict=True))
+
+
+@dataclass(frozen=True)
+class Needle:
+    """The share of the tokens of a number that are wrong where it stands in held-out text, over its depth, in a row
+    that ends in the question for it (Lin et al., 2025, appendix B.3, easy mode, with a number that is counted).
+
+    Args:
+        name: what a reader sees.
+        length: of the rows, in training contexts; at least 256 tokens.
+        at: the depths, from 0 (the row's beginning) to 1 (right before the question).
+    """
+
+    name: str = "needle, wrong"
+    length: float = 1.0
+    at: tuple[float, ...] = (0.0, 0.5, 1.0)
+    places: str = "depth"
+    percent: bool = True
+    task: ClassVar[bool] = False
+
+    @property
+    def longest(self) -> float:
+        return self.length
+
+    def asked(self, subject: Probed) -> dict[float, Examples]:
+        """The rows by depth."""
+        encode = load_trained(subject.config.output_dir).encode
+        tokens = max(256, round(self.length * subject.config.data.context_length))
+        needle = text_needle(subject.text, encode, "easy")
+        return {depth: Examples(needle(depth), tokens, ROWS_SEED, held_out=True) for depth in self.at}
+
+    def measure(self, subject: Probed) -> dict[float, float]:
+        rows = self.asked(subject)
+        return {depth: measure_answers(subject.model, rows[depth], subject.rows).error for depth in rows}
+
+    def guess(self, subject: Probed) -> dict[float, Guess]:
+        return {depth: measure_guess(rows, subject.rows) for depth, rows in self.asked(subject).items()}
+
+
+@dataclass(frozen=True)
+class KeptByDepth:
+    """The share of visible blocks that pruning with the tail bound computes of one held-out training context, in each
+    quarter of the layers: the mean over its heads.
+
+    Args:
+        name: what a reader sees.
+    """
+
+    name: str = "blocks kept by depth"
+    places: str = "end of a quarter of the layers"
+    percent: bool = True
+    at: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1.0)
+    task: ClassVar[bool] = False
+
+    def measure(self, subject: Probed) -> dict[float, float]:
+        if not prunes(subject.model):
+            return {}
+        kept = 1 - np.array(measure_pruning(subject.model, subject.windows(1.0)[0, :-1]).heads).mean(1)
+        ends = [(math.floor((end - 0.25) * kept.size), math.ceil(end * kept.size)) for end in self.at]
+        return {at: float(kept[first:last].mean()) for at, (first, last) in zip(self.at, ends, strict=True)}
+
+
+@dataclass(frozen=True)
+class ByEps:
+    """What pruning with the tail bound does by eps, the weight that a row may lose, on held-out text: nats added to the
+    loss, the share of blocks kept, or milliseconds of a forward pass over one training context.
+
+    Args:
+        name: what a reader sees.
+        of: `change`, `kept` or `seconds`.
+        at: the values of eps.
+    """
+
+    name: str
+    of: Literal["change", "kept", "seconds"]
+    at: tuple[float, ...] = (1e-6, math.exp(-10), 1e-3, 1e-2, 1e-1)
+    places: str = "eps"
+    task: ClassVar[bool] = False
+
+    @property
+    def percent(self) -> bool:
+        return self.of == "kept"
+
+    def measure(self, subject: Probed) -> dict[float, float]:
+        if not prunes(subject.model):
+            return {}
+        unit = 1e3 if self.of == "seconds" else 1.0
+        windows = subject.windows(1.0)
+        rows = sweep_eps(subject.model, windows if self.of == "change" else windows[:1], self.at).rows[1:]
+        return {eps: unit * getattr(row, self.of) for eps, row in zip(self.at, rows, strict=True)}

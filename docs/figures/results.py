@@ -25,11 +25,18 @@ from attnzoo.experiments.report.outcome_figures import picture
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
 QUESTIONS = {
-    "Does what helps a recurrence help its dual?": ("factorial", "open_gates", "pairs"),
+    "Does what helps a recurrence help its dual?": ("factorial", "open_gates", "pairs", "pairs_native"),
     "State tracking": ("parity", "s3", "a5", "flip_flop"),
     "Recall": ("recall", "forgetting_recall", "induction", "needle"),
     "Length": ("length",),
-    "The tables of FoX's papers": ("fox_components", "fox_gates", "acp_throughput"),
+    "The tables of FoX's papers": (
+        "fox_components",
+        "fox_gates",
+        "fox_contexts",
+        "fox_sensitivity",
+        "fox_far",
+        "acp_throughput",
+    ),
     "Changing a trained model": ("convert",),
     "Learnt forgetting": (
         "learned_forgetting",

@@ -11,7 +11,7 @@ from torch import nn
 
 from attnzoo.data import Data
 from attnzoo.experiments.probes import Loss, Probed
-from attnzoo.experiments.text_probes import KeptByHead, LossByStretch, ReadAgain
+from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, LossByStretch, Needle, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 from attnzoo.training.config import TrainConfig
@@ -21,21 +21,36 @@ from attnzoo.training.recipe import load_config
 class Copier(nn.Module):
     """Expects the token ``period`` places before the one it predicts, where there is one."""
 
-    def __init__(self, period: int):
+    def __init__(self, period: int, words: int = 16):
         super().__init__()
-        self.period, self.weight = period, nn.Parameter(torch.zeros(()))
+        self.period, self.words, self.weight = period, words, nn.Parameter(torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor, **_: object) -> SimpleNamespace:
         known = torch.roll(tokens, self.period - 1, 1)
         known[:, : self.period - 1] = 0
-        return SimpleNamespace(logits=50.0 * nn.functional.one_hot(known, 16).float())
+        return SimpleNamespace(logits=50.0 * nn.functional.one_hot(known, self.words).float())
 
 
-def subject(model: nn.Module, tokens: int = 4096) -> Probed:
-    config: TrainConfig = load_config({"data": {"context_length": 32}}, ())
+def subject(model: nn.Module, tokens: int = 4096, context: int = 32, rows: int = 1) -> Probed:
+    config: TrainConfig = load_config({"data": {"context_length": context}}, ())
     held = np.random.default_rng(0).integers(1, 16, 8192).astype(np.uint16)
     data = Data(16, None, held, "")  # type: ignore[arg-type]
-    return Probed(model, config, data, [], 1, tokens)  # type: ignore[arg-type]
+    return Probed(model, config, data, [], rows, tokens)  # type: ignore[arg-type]
+
+
+def forgetting(biases: list[list[float]]) -> LanguageModel:
+    """A model of FoX with these biases of the forget gates, by layer and head."""
+    torch.manual_seed(0)
+    H = len(biases[0])
+    config = ModelConfig(attention="fox", hidden_size=8 * H, num_layers=len(biases), num_heads=H, vocab_size=16)
+    model = LanguageModel(config).eval()
+    gates = [each for name, each in model.named_parameters() if name.endswith("forget_proj.bias")]
+    for gate, bias in zip(gates, biases, strict=True):
+        gate.data[:] = torch.tensor(bias)
+    return model
+
+
+PLAIN = ModelConfig(hidden_size=16, attention="nope", num_layers=1, num_heads=1, vocab_size=16)
 
 
 def test_loss_of_a_text_read_again_is_that_of_its_second_half():
@@ -58,14 +73,37 @@ def test_stretches_have_the_mean_loss_of_the_whole_text():
 
 def test_histogram_of_heads_tells_local_from_global_ones():
     """Of four heads three forget at once and one never does."""
-    torch.manual_seed(0)
-    config = ModelConfig(attention="fox", hidden_size=32, num_layers=1, num_heads=4, vocab_size=16)
-    model = LanguageModel(config).eval()
-    (gate,) = (each for name, each in model.named_parameters() if name.endswith("forget_proj.bias"))
-    gate.data[:] = torch.tensor([-30.0, -30.0, 30.0, -30.0])
-    found = KeptByHead(block=2).measure(subject(model))
+    found = KeptByHead(block=2).measure(subject(forgetting([[-30.0, -30.0, 30.0, -30.0]])))
     assert found == {0.25: 0.75, 0.5: 0, 0.75: 0, 1.0: 0.25}
-    model = LanguageModel(
-        ModelConfig(hidden_size=16, attention="nope", num_layers=1, num_heads=1, vocab_size=16)
-    ).eval()
-    assert KeptByHead().measure(subject(model)) == {}
+    assert KeptByHead().measure(subject(LanguageModel(PLAIN).eval())) == {}
+
+
+def test_blocks_kept_by_depth_are_those_of_a_quarter_of_the_layers():
+    """Of eight layers the first two forget at once; of three, quarters share the one between."""
+    asked = subject(forgetting([[-30.0]] * 2 + [[30.0]] * 6), context=512)
+    found = KeptByDepth().measure(asked)
+    assert found[0.25] < 0.5 < found[0.5] == found[0.75] == found[1.0] == 1
+    three = KeptByDepth().measure(subject(forgetting([[-30.0], [30.0], [30.0]]), context=512))
+    assert three[0.25] < three[0.5] < three[0.75] == three[1.0] == 1
+    assert KeptByDepth().measure(subject(LanguageModel(PLAIN).eval())) == {}
+
+
+def test_a_larger_eps_keeps_fewer_blocks_and_moves_the_loss_further():
+    asked = subject(forgetting([[3.0, 5.0]]), tokens=2048, context=512)
+    kept, change = (ByEps("x", of, (1e-8, 0.5)).measure(asked) for of in ("kept", "change"))
+    assert 1 >= kept[1e-8] > kept[0.5] > 0
+    assert abs(change[0.5]) > abs(change[1e-8])
+    assert all(milliseconds > 0.01 for milliseconds in ByEps("x", "seconds", (0.5,)).measure(asked).values())
+    assert ByEps("x", "kept").measure(subject(LanguageModel(PLAIN).eval())) == {}
+
+
+def test_needle_is_found_by_a_model_that_copies_what_followed_the_question(monkeypatch):
+    """At depth 1 the needle ends where the question begins, which is a needle without its number."""
+    reads = SimpleNamespace(encode=lambda text: list(text.encode()))
+    monkeypatch.setattr("attnzoo.experiments.text_probes.load_trained", lambda folder: reads)
+    probe = Needle(at=(0.0, 1.0))
+    behind = len(" What is the secret number? Answer: The secret number is 1234.")
+    found = probe.measure(subject(Copier(behind, 128), rows=4))
+    assert found[1.0] == 0 < 0.7 < found[0.0]
+    guesses = probe.guess(subject(Copier(behind, 128), rows=4))
+    assert all(0.5 < guess.wrong <= 1 and guess.asked == 20 for guess in guesses.values())

@@ -6,7 +6,7 @@ from attnzoo.experiments.catalogue.pairs import PACKAGES, size
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
-from attnzoo.experiments.text_probes import KeptByHead
+from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, Needle
 
 PAPER = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
 CONTEXTS = (4096, 8192, 16384)
@@ -22,9 +22,13 @@ def heads(kept: float) -> Value:
     return Value(name_of("ACP", CONTEXTS[-1]), KeptByHead().name, kept)
 
 
+LOSS_BY_EPS, KEPT_BY_EPS = ByEps("loss added by eps", "change"), ByEps("blocks kept by eps", "kept")
+DEFAULT_EPS, LARGE_EPS = LOSS_BY_EPS.at[1], LOSS_BY_EPS.at[-2]
+
+
 def model(width: int, layers: int) -> Size:
     """A size of `pairs`, 8 million tokens in each context, and fewer held-out ones."""
-    return replace(size(width, layers, 120, 2e-3, settings=("eval_tokens=131072",)), tokens=2**17)
+    return replace(size(width, layers, 120, 2e-3, settings=("eval_tokens=131072",)), tokens=2**17, rows=32)
 
 
 EXPERIMENT = Experiment(
@@ -47,11 +51,12 @@ EXPERIMENT = Experiment(
                 "steps=2", "data.source=stdlib", "log_every=1", "model={hidden_size: 32, num_layers: 2, num_heads: 2}",
                 "optimizer.warmup_steps=1", "eval_tokens=16384",
             ),
-            lrs=(6e-3,), tokens=32768,
+            lrs=(6e-3,), tokens=32768, rows=2,
         ),
         "gpu": model(256, 4), "gpu-10m": model(384, 6), "gpu-25m": model(512, 8),
     },
-    probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), KeptByHead(), PrunedLoss(length=1.0)),
+    probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), KeptByHead(), KeptByDepth(), PrunedLoss(length=1.0),
+            Needle(), LOSS_BY_EPS, KEPT_BY_EPS, ByEps("milliseconds by eps", "seconds")),
     expectations=(
         *(Expectation(f"Training is faster with pruning in a context of {T} tokens.",
                       f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
@@ -66,6 +71,17 @@ EXPERIMENT = Experiment(
                     "quarter of the blocks, and more keep over three quarters, than a share in either quarter between.",
                     f"{PAPER}, Figure 4", All(tuple(Below(heads(inner), heads(outer)) for inner in (0.5, 0.75)
                                                     for outer in (0.25, 1.0)))),
+        Expectation("All heads of the first layers are local: the first quarter of the layers keeps less than a "
+                    "quarter of the blocks of 4096 tokens.", f"{PAPER}, Figure 5: the first two of 24",
+                    AtMost(Value(name_of("ACP", CONTEXTS[0]), KeptByDepth().name, 0.25), 0.25)),
+        Expectation("A hundredth of a row's weight in place of e^-10 saves less than a tenth of the blocks.",
+                    f"{PAPER}, Figure 7",
+                    Below(Value(name_of("ACP", CONTEXTS[-1]), KEPT_BY_EPS.name, DEFAULT_EPS),
+                          Value(name_of("ACP", CONTEXTS[-1]), KEPT_BY_EPS.name, LARGE_EPS), by=-0.1)),
+        Expectation("The needle is found as well with pruning (within a twentieth).", f"{PAPER}, Figures 3 and 9",
+                    All(tuple(Below(Value(name_of("ACP", T), Needle().name, depth),
+                                    Value(name_of("plain", T), Needle().name, depth), by=-0.05, paired=True)
+                              for T in CONTEXTS for depth in Needle().at))),
     ),
     grids=tuple(
         Grid(title, tuple(PRUNED), tuple(f"{T} tokens" for T in CONTEXTS),

@@ -1,4 +1,4 @@
-"""The rows of Table 3 of FoX's paper: its layer, component by component."""
+"""The rows of Table 3 of FoX's paper, its layer component by component, and the Transformer's in its Figure 11."""
 
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
 from attnzoo.experiments.claims import All, Below, Value, in_order
@@ -31,6 +31,11 @@ TAKEN_AWAY = (
     Arm("without output norm", "fox", {**PRO, "output_norm": "none"}),
     Arm("without KV-shift", "fox", {**PRO, "kv_shift": False}),
 )
+WITH_ROPE = (  # between Transformer (LLaMA) and Transformer (Pro): Figure 11
+    Arm("RoPE, QK-norm", "rope", {**LLAMA, **QK_NORM}),
+    Arm("RoPE, QK-norm, output gate", "rope", {**LLAMA, **QK_NORM, **GATE}),
+    Arm("RoPE, QK-norm, output gate and norm", "rope", {**LLAMA, **QK_NORM, **GATE, **NORM}),
+)
 REPLACED = (
     Arm("FoX (Pro) + RoPE", "fox", {**PRO, **ROPE}),
     Arm("Transformer (Pro)", "rope", PRO),
@@ -41,11 +46,11 @@ EXPERIMENT = Experiment(
     title="FoX, component by component",
     question=(
         "Table 3 of FoX's paper: from a LLaMA without RoPE to FoX (Pro), one component at a time, and from FoX (Pro) "
-        "with one taken away, added or replaced. On the text and at the sizes of `pairs`, and at a smaller one. All "
-        "models have an MLP of one width; the paper's is wider without an output gate, so that here such models have "
-        "9% fewer weights."
+        "with one taken away, added or replaced; and its Figure 11, from Transformer (LLaMA) to Transformer (Pro). On "
+        "the text and at the sizes of `pairs`, and at a smaller one. All models have an MLP of one width; the paper's "
+        "is wider without an output gate, so that here such models have 9% fewer weights."
     ),
-    arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED),
+    arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED, *WITH_ROPE),
     settings=PACKAGES,
     sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
@@ -63,5 +68,12 @@ EXPERIMENT = Experiment(
         Expectation("Without forget gate and RoPE a model is the worst of its block.", f"{PAPER}, Table 3",
                     All((Below(loss("Transformer (LLaMA)"), loss("Transformer (LLaMA), no RoPE")),
                          Below(loss("Transformer (Pro)"), loss("Transformer (Pro), no RoPE"))))),
+        Expectation("QK-norm keeps the Transformer's loss down beyond the training context.",
+                    f"{PAPER}, appendix F.2 and Figure 11",
+                    Below(*(Value(arm, AddedByLength().name) for arm in ("RoPE, QK-norm", "Transformer (LLaMA)")))),
+        Expectation("Each component helps the Transformer, too, where it is added to those before it.",
+                    f"{PAPER}, appendix F.2",
+                    in_order(*map(loss, ("Transformer (Pro)", *(arm.name for arm in reversed(WITH_ROPE)),
+                                         "Transformer (LLaMA)")))),
     ),
 )  # fmt: skip

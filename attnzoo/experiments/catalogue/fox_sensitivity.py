@@ -1,0 +1,70 @@
+"""Learning rates and training tokens of FoX and the Transformer: Figures 5 and 22 to 24 of FoX's paper."""
+
+from itertools import pairwise
+
+from attnzoo.experiments.catalogue.fox_far import with_rows
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
+from attnzoo.experiments.claims import All, Below, Value, Wider
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid
+from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
+from attnzoo.experiments.text_probes import Needle
+
+PAPER = "Lin et al., Forgetting Transformer (2025)"
+MODELS = {"FoX (Pro)": "fox", "Transformer (Pro)": "rope"}
+RATES = (1e-3, 2e-3, 5e-3)
+TIMES = {"half": 0.5, "all": 1.0, "twice": 2.0}  # of the size's steps
+ADDED, FURTHER = AddedByLength(), Needle("needle at twice the context, wrong", 2.0)
+
+
+def name_of(model: str, rate: float, tokens: str = "all") -> str:
+    return f"{model}, {rate:g}, {tokens} the tokens"
+
+
+def added(model: str, rate: float, tokens: str = "all") -> Value:
+    return Value(name_of(model, rate, tokens), ADDED.name)
+
+
+def spread(model: str, by_rate: bool) -> tuple[Value, Value]:
+    """The losses added by a longer context at the ends of the rates, or of the tokens."""
+    ends = [(RATES[0], "all"), (RATES[-1], "all")] if by_rate else [(RATES[1], "half"), (RATES[1], "twice")]
+    one, other = (added(model, *end) for end in ends)
+    return one, other
+
+
+EXPERIMENT = Experiment(
+    title="FoX by learning rate and training tokens",
+    question=(
+        "Figure 5 of FoX's paper: how far a model reads beyond its training context, and finds a needle there, depends "
+        "on its learning rate and on how much it read in training. FoX (Pro) and Transformer (Pro) at three rates with "
+        "as many tokens as in `pairs`, half as many and twice as many; no rate is searched."
+    ),
+    arms=tuple(
+        Arm(name_of(model, rate, tokens), variant, lrs=(rate,), times={"steps": factor} if factor != 1 else {})
+        for model, variant in MODELS.items() for tokens, factor in TIMES.items() for rate in RATES
+    ),
+    settings=PACKAGES,
+    options={"block": "pro"},
+    sizes=with_rows({
+        "cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 2e-3), **LARGER,
+    }),
+    probes=(Loss(), LossByPlace(factor=4), ADDED, Needle(), FURTHER),
+    expectations=(
+        Expectation("More training tokens make FoX worse beyond its training context.", f"{PAPER}, Figure 5",
+                    All(tuple(Below(added("FoX (Pro)", 2e-3, fewer), added("FoX (Pro)", 2e-3, more))
+                              for fewer, more in pairwise(TIMES)))),
+        Expectation("So does a learning rate that is lower.", "our own reading of its Figure 5",
+                    Below(*reversed(spread("FoX (Pro)", True)))),
+        Expectation("FoX is better than the Transformer at every rate and with any number of tokens.",
+                    f"{PAPER}, Figures 2 and 24",
+                    All(tuple(Below(Value(name_of("FoX (Pro)", rate, tokens), "loss"),
+                                    Value(name_of("Transformer (Pro)", rate, tokens), "loss"))
+                              for rate in RATES for tokens in TIMES))),
+        Expectation("The Transformer's loss beyond its training context rises with the tokens by more than FoX's.",
+                    f"{PAPER}, Figure 24", Wider(spread("Transformer (Pro)", False), spread("FoX (Pro)", False))),
+    ),
+    grids=tuple(
+        Grid(f"{title}, {model}", tuple(f"rate {rate:g}" for rate in RATES), tuple(f"{t} the tokens" for t in TIMES),
+             tuple(tuple(name_of(model, rate, tokens) for tokens in TIMES) for rate in RATES), probe)
+        for title, probe in (("loss", "loss"), ("loss added at four contexts", ADDED.name)) for model in MODELS
+    ),
+)  # fmt: skip

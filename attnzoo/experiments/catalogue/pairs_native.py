@@ -1,0 +1,46 @@
+"""Every pair in the layers of their papers: what equal layers cannot tell."""
+
+from dataclasses import replace
+
+from attnzoo.experiments.catalogue.pairs import BASES, LOSS, OURS, PAIRS, PARTS, TEXT, pairs
+from attnzoo.experiments.catalogue.pairs import EXPERIMENT as EQUAL
+from attnzoo.experiments.claims import All, Below, Correlated, Value
+from attnzoo.experiments.experiment import Arm, Expectation
+
+PRO = {"block": "pro"}  # FoX's own layer; that of every other variant is its default
+COPIED = Value("", "loss of a text read again", 1.0), Value("", "L(i)", 0.5)
+RECURRENT = tuple(linear for linear, _, _ in PAIRS)
+
+
+def copies(arm: str) -> Below:
+    """A text costs half a nat less the second time than the first time."""
+    again, first = (replace(value, arm=arm) for value in COPIED)
+    return Below(again, first, by=0.5)
+
+
+EXPERIMENT = replace(
+    EQUAL,
+    title="Every pair in its own layers",
+    question=(
+        "Is it the layer that decides, and not the pair? The nine pairs of `pairs`, each side in the layer that it was "
+        "published with: short convolutions, larger states and output gates where a recurrence has them, none of "
+        "Pro's parts on the softmax side but FoX's. Text, tokens and learning rates as in `pairs`; weights differ by "
+        "what a layer adds, and Mamba's layers stand beside an MLP here."
+    ),
+    arms=(
+        *(Arm(name, name) for name in BASES),
+        *(Arm(name, name, PRO if name.startswith("fox") else {}) for pair in PAIRS for name in pair[:2]),
+    ),
+    options={},
+    expectations=(
+        Expectation("In their own layers, too, what helps a recurrence helps its dual: the gains are correlated.", OURS,
+                    Correlated(BASES, pairs(str), LOSS, PARTS, TEXT)),
+        Expectation("In its own layer each recurrence but linear attention learns to copy: a text costs half a nat "
+                    "less the second time.", "our own question, after `pairs`: in equal layers none did",
+                    All(tuple(map(copies, RECURRENT)))),
+        Expectation("So do the softmax sides.", "our own question, after `pairs`",
+                    All(tuple(copies(softmax) for _, softmax, _ in PAIRS))),
+        *(each for each in EQUAL.expectations if "open" not in each.text and not isinstance(each.claim, Correlated)),
+    ),
+    measured=(),
+)  # fmt: skip
