@@ -119,3 +119,32 @@ def run(
     chosen = {run.arm: run.lr for run in load_outcome(rates).runs} if rates else {}
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)
+
+
+@experiment.command()
+@click.argument("results", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, help="Folder for curves as SVG, one for each side.")
+def sizes(results: tuple[Path, ...], out: Path | None) -> None:
+    """What a part gains by the size of the model.
+
+    RESULTS are the result.json of one experiment at two sizes or more. A gain is one that the experiment correlates, as
+    `pairs` does, or else the difference of two models that it claims. p: of a gain at the largest size that is no other
+    than at the smallest.
+    """
+    from rich.console import Console
+
+    from attnzoo.experiments.experiment import find
+    from attnzoo.experiments.figures import to_svg
+    from attnzoo.experiments.outcome import load_outcome
+    from attnzoo.experiments.sizes import curves_of, gains_by_size, sides_of, table_of
+    from attnzoo.files import write_whole
+    from attnzoo.terminal import print_table
+
+    outcomes = [load_outcome(path) for path in results]
+    found = find(outcomes[0].experiment)
+    rows = gains_by_size(found, outcomes)
+    print_table(table_of(rows), Console(highlight=False))
+    for side in sides_of(found, rows) if out else ():
+        path = Path(out or "") / f"{outcomes[0].experiment}-{side}.svg"
+        write_whole(path, to_svg(curves_of(found, rows, side), f"sizes-{side}", f"Gains by size, {side} side"))
+        click.echo(f"curves: {path}")

@@ -1,0 +1,76 @@
+"""Gains of one experiment's parts over the sizes of its results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from attnzoo.cli import app
+from attnzoo.experiments.claims import Value
+from attnzoo.experiments.experiment import find
+from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.sizes import gains_by_size
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RECORDS = [RESULTS / each.result for each in find("factorial").measured if each.size.startswith("cpu")]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return [load_outcome(path) for path in RECORDS]
+
+
+def test_gains_by_size_are_those_of_the_records_the_smallest_first(outcomes):
+    rows = gains_by_size(find("factorial"), outcomes[::-1])
+    assert len(rows) == 14
+    for row in rows:
+        assert (np.diff(row.weights) > 0).all()
+        means = [outcome.values(row.higher).mean() - outcome.values(row.lower).mean() for outcome in outcomes]
+        assert row.gains == pytest.approx(means)
+        assert (row.errors > 0).all()
+
+
+def test_gain_that_grows_is_told_from_one_that_does_not(outcomes):
+    """Runs that are moved by the same number at the largest size gain more by it, and no more certainly less."""
+    base, part = Value("nope", "loss"), Value("alibi", "loss")
+
+    def p(by: float) -> float:
+        runs = [
+            replace(run, values={**run.values, "loss": {1.0: run.values["loss"][1.0] - by * (run.arm == part.arm)}})
+            for run in outcomes[-1].runs
+        ]
+        rows = gains_by_size(find("factorial"), [*outcomes[:-1], replace(outcomes[-1], runs=tuple(runs))])
+        return next(row.p for row in rows if (row.lower, row.higher) == (part, base))
+
+    assert 1 > p(0.0) > p(0.2) > p(0.5) > 0
+    assert p(0.0) > 0.2
+    assert p(0.5) < 0.01
+    assert p(-0.5) < 0.01
+
+
+def test_command_prints_and_draws_them(outcomes, tmp_path):
+    ran = CliRunner().invoke(app, ["experiment", "sizes", *map(str, RECORDS), "--out", str(tmp_path)])
+    assert ran.exit_code == 0
+    assert re.search(r"fox below nope\s+0\.293 ± 0\.011\s+0\.329 ± 0\.013\s+0\.394 ± 0\.028\s+0\.039", ran.output)
+    for side, name in (("linear", "mamba2"), ("softmax", "fox")):
+        assert f">{name}<" in (tmp_path / f"factorial-{side}.svg").read_text()
+
+
+def test_results_that_are_not_of_several_sizes_of_one_experiment_are_refused(outcomes):
+    experiment, other = find("factorial"), load_outcome(RESULTS / find("parity").measured[0].result)
+    for given, message in (
+        (outcomes[:1], "results: expected some of different sizes, got cpu"),
+        ([outcomes[0], outcomes[0]], "results: expected some of different sizes, got cpu, cpu"),
+        ([outcomes[0], other], "results: expected ones of 'factorial', got one of 'parity'"),
+        (
+            [outcomes[0], replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm != "fox"))],
+            "results: expected runs of fox and nope in all, got none in cpu-medium",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gains_by_size(experiment, given)
