@@ -10,7 +10,7 @@ may be taken for seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
@@ -243,6 +243,26 @@ def in_order(*values: Value, by: float = 0.0) -> All:
     if len(values) < 2:
         raise ValueError(f"values: expected at least two, the lowest first, got {len(values)}")
     return All(tuple(Below(lower, higher, by) for lower, higher in pairwise(values)))
+
+
+def at_most(limit: float, probe: str, *arms: str, at: float | None = None) -> Claim:
+    """The claim that a probe's number, at one place, is below a limit in each of some arms."""
+    return _each(AtMost(Value(arm, probe, at), limit) for arm in arms)
+
+
+def at_least(limit: float, probe: str, *arms: str, at: float | None = None) -> Claim:
+    """The claim that a probe's number, at one place, is above a limit in each of some arms."""
+    return _each(AtLeast(Value(arm, probe, at), limit) for arm in arms)
+
+
+def below(probe: str, *pairs: tuple[str, str], at: float | None = None, by: float = 0.0, paired: bool = False) -> Claim:
+    """The claim that in each pair of arms a probe's number, at one place, is lower in the first; see :class:`Below`."""
+    return _each(Below(Value(lower, probe, at), Value(higher, probe, at), by, paired) for lower, higher in pairs)
+
+
+def _each(claims: Iterable[Claim]) -> Claim:
+    first, *others = claims
+    return All((first, *others)) if others else first
 
 
 @dataclass(frozen=True)

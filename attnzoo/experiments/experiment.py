@@ -54,6 +54,11 @@ class Arm:
         several(self, "settings", "lrs")
 
 
+def arms_of(*variants: str) -> tuple[Arm, ...]:
+    """Arms of the names of their variants, whose layers are as they come."""
+    return tuple(Arm(variant, variant) for variant in variants)
+
+
 @dataclass(frozen=True)
 class Size:
     """The budget of an experiment, the same for every arm.
@@ -81,6 +86,23 @@ class Size:
         at_least(self, 1, "rows", "tokens")
         if not self.lrs:
             raise ValueError("lrs: expected at least one learning rate, got none")
+
+
+def training(
+    steps: int, batch_size: int, context_length: int, model: str, *, warmup: int, eval_tokens: int,
+    log_every: int = 100, first: tuple[str, ...] = (), last: tuple[str, ...] = (),
+) -> tuple[str, ...]:  # fmt: skip
+    """The usual settings of a :class:`Size`.
+
+    Args:
+        steps, batch_size, context_length, eval_tokens, log_every: see `TrainConfig` and `DataConfig`.
+        model: fields of `ModelConfig`, such as `hidden_size: 64, num_heads: 2`.
+        warmup: steps of the learning rate's rise.
+        first, last: further settings before these and after them.
+    """
+    sizes = (f"steps={steps}", f"batch_size={batch_size}", f"data.context_length={context_length}")
+    logs = (f"log_every={log_every}", f"eval_tokens={eval_tokens}")
+    return (*first, *sizes, *logs, f"model={{{model}}}", f"optimizer.warmup_steps={warmup}", *last)
 
 
 @dataclass(frozen=True)

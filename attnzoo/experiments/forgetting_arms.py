@@ -4,9 +4,12 @@ alone."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attnzoo.experiments.experiment import Arm, Overlay, Size
+from attnzoo.experiments.claims import Below, Value
+from attnzoo.experiments.experiment import Arm, Overlay, Size, training
 
-RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use": "utility"}
+# probes of what is lost by a forget network, by position, and by what later rows need
+NETWORK, WINDOW, LATER = "network", "window", "later use"
+RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", LATER: "utility"}
 ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
 
 
@@ -25,6 +28,11 @@ def network(
     return Arm(name, after, {"forgetting": given}, settings, (0.01,), after, own)
 
 
+def ahead(arm: str, other: str, probe: str, share: float) -> Below:
+    """The claim that with a share of the keys an arm's network loses less than another arm by ``probe``'s rule."""
+    return Below(Value(arm, NETWORK, share), Value(other, probe, share), paired=True)
+
+
 def reaching(tokens: int) -> float:
     """The discount gamma with which utility looks ``tokens`` tokens ahead on average."""
     return 1 - 1 / tokens
@@ -37,16 +45,8 @@ def text_sizes(cpu: tuple[str, ...], **others: Size) -> dict[str, Size]:
         cpu: `key=value` of the networks' training on a CPU.
         others: the other sizes, by name.
     """
-    small = Size(
-        settings=(
-            "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
-            "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
-        ),
-        lrs=(0.004,),
-        tokens=4096,
-        after=cpu,
-    )  # fmt: skip
-    return {"cpu": small, **others}
+    settings = training(600, 8, 256, "hidden_size: 64, num_layers: 2, num_heads: 2", warmup=30, eval_tokens=4096)
+    return {"cpu": Size(settings, (0.004,), tokens=4096, after=cpu), **others}
 
 
 def on_gpu(context: int, heads: int, rows: int, tokens: int, after: tuple[str, ...], steps: int = 400) -> Size:
@@ -59,16 +59,11 @@ def on_gpu(context: int, heads: int, rows: int, tokens: int, after: tuple[str, .
         tokens: held-out tokens that each probe reads.
         after: `key=value` of the networks' training.
     """
-    return Size(
-        settings=(
-            f"steps={steps}", f"batch_size={rows}", f"data.context_length={context}", "log_every=100",
-            "eval_tokens=65536", f"model={{hidden_size: 256, num_layers: 4, num_heads: {heads}}}",
-            "optimizer.warmup_steps=40", "mixed_precision=bf16",
-        ),
-        lrs=(0.002,),
-        tokens=tokens,
-        after=after,
+    settings = training(
+        steps, rows, context, f"hidden_size: 256, num_layers: 4, num_heads: {heads}", warmup=40, eval_tokens=65536,
+        last=("mixed_precision=bf16",),
     )  # fmt: skip
+    return Size(settings, (0.002,), tokens=tokens, after=after)
 
 
 def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
@@ -102,19 +97,13 @@ def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
     )
 
 
-def one_thing_changed(axis: str, network: str, rules: tuple[tuple[str, str], ...]) -> tuple[Overlay, ...]:
-    """Figures of the arms of :func:`part_by_part`.
-
-    Args:
-        axis: label of the numbers' axis.
-        network: the probe of the networks.
-        rules: label and probe of the arm `rope` with other rules of eviction.
-    """
+def one_thing_changed(axis: str) -> tuple[Overlay, ...]:
+    """Figures of the arms of :func:`part_by_part`, beside two rules of the arm `rope`; ``axis`` labels the numbers."""
     return tuple(
         Overlay(
             f"{title}: one thing changed", axis,
-            (*((label, "rope", probe) for label, probe in rules), ("as it is", "key", network),
-             *((name, name, network) for name in names)),
+            (*((rule, "rope", rule) for rule in (WINDOW, LATER)), ("as it is", "key", NETWORK),
+             *((name, name, NETWORK) for name in names)),
         )
         for title, names in (
             ("What the network looks at, monotone or free", ("pair", "attention", "decay", "pair, free")),

@@ -1,7 +1,7 @@
 """A group that is not solvable, over the number of layers."""
 
-from attnzoo.experiments.claims import All, AtLeast, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
+from attnzoo.experiments.claims import at_least, below
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size, training
 from attnzoo.experiments.probes import Wrong
 
 MERRILL = "Merrill, Petty and Sabharwal, The Illusion of State in State-Space Models (2024), the word problem of A5"
@@ -18,11 +18,6 @@ KINDS = {
 
 def name_of(kind: str, layers: int) -> str:
     return f"{kind}, {layers} layer{'s' if layers > 1 else ''}"
-
-
-def at(kind: str, layers: int) -> Value:
-    """Wrong answers on rows as long as in training."""
-    return Value(name_of(kind, layers), WRONG, 1.0)
 
 
 EXPERIMENT = Experiment(
@@ -44,19 +39,11 @@ EXPERIMENT = Experiment(
     options={"conv_size": 0},
     sizes={
         "cpu": Size(
-            settings=(
-                "steps=600", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=4096",
-                "model={hidden_size: 64, num_heads: 2}", "optimizer.warmup_steps=50",
-            ),
-            lrs=(0.002, 0.006),
+            training(600, 32, 16, "hidden_size: 64, num_heads: 2", warmup=50, eval_tokens=4096), lrs=(0.002, 0.006)
         ),
         "gpu": Size(
-            settings=(
-                "steps=1000", "batch_size=128", "data.context_length=64", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_heads: 4}", "optimizer.warmup_steps=100",
-            ),
-            lrs=(0.002, 0.005),
-            rows=1024,
+            training(1000, 128, 64, "hidden_size: 128, num_heads: 4", warmup=100, eval_tokens=65536, log_every=200),
+            lrs=(0.002, 0.005), rows=1024,
         ),
     },
     probes=(Wrong(WRONG, lengths=(0.5, 1.0, 2.0)),),
@@ -64,13 +51,15 @@ EXPERIMENT = Experiment(
         Expectation(
             "Two factors per token are wrong less often in one layer than RoPE or Mamba-2 in four.",
             f"{MERRILL}; Siems et al., DeltaProduct (2025)",
-            All((Below(at("delta, 2 factors", 1), at("rope", 4)), Below(at("delta, 2 factors", 1), at("mamba2", 4)))),
+            below(WRONG, ("delta, 2 factors, 1 layer", "rope, 4 layers"),
+                  ("delta, 2 factors, 1 layer", "mamba2, 4 layers"), at=1.0),
         ),
         Expectation("PaTH needs fewer layers than RoPE: two are better than four.", YANG,
-                    Below(at("path", 2), at("rope", 4))),
-        Expectation("Layers help RoPE: four are better than one.", MERRILL, Below(at("rope", 4), at("rope", 1))),
+                    below(WRONG, ("path, 2 layers", "rope, 4 layers"), at=1.0)),
+        Expectation("Layers help RoPE: four are better than one.", MERRILL,
+                    below(WRONG, ("rope, 4 layers", "rope, 1 layer"), at=1.0)),
         Expectation("One layer of RoPE or of Mamba-2 does not solve it (over 10% wrong).", MERRILL,
-                    All((AtLeast(at("rope", 1), 0.1), AtLeast(at("mamba2", 1), 0.1)))),
+                    at_least(0.1, WRONG, "rope, 1 layer", "mamba2, 1 layer", at=1.0)),
     ),
     grids=(
         Grid("wrong answers on rows as long as in training", tuple(KINDS), tuple(f"{n} layers" for n in DEPTHS),

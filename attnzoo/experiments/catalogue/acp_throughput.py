@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from attnzoo.experiments.catalogue.pairs import PACKAGES, size
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, Below, Value, at_most, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
 from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, Needle
@@ -60,20 +60,20 @@ EXPERIMENT = Experiment(
     expectations=(
         *(Expectation(f"Training is faster with pruning in a context of {T} tokens.",
                       f"{PAPER}, Figure 2: 10 to 40% with 4k to 16k tokens",
-                      Below(Value(name_of("plain", T), "training speed"), Value(name_of("ACP", T), "training speed")))
+                      below("training speed", (name_of("plain", T), name_of("ACP", T))))
           for T in CONTEXTS),
         Expectation("Pruning costs less than a fiftieth of a nat.", f"{PAPER}, Figure 3",
-                    All(tuple(Below(Value(name_of("ACP", T), "loss"), Value(name_of("plain", T), "loss"), by=-0.02,
-                                    paired=True) for T in CONTEXTS))),
+                    below("loss", *((name_of("ACP", T), name_of("plain", T)) for T in CONTEXTS), by=-0.02,
+                          paired=True)),
         Expectation("It drops half of the blocks of the training context, or more.", f"{PAPER}, Figure 2",
-                    All(tuple(AtMost(Value(name_of("ACP", T), "blocks kept"), 0.5) for T in CONTEXTS))),
+                    at_most(0.5, "blocks kept", *(name_of("ACP", T) for T in CONTEXTS))),
         Expectation("A head is local or global, and there are both: of 16,384 tokens more heads keep less than a "
                     "quarter of the blocks, and more keep over three quarters, than a share in either quarter between.",
                     f"{PAPER}, Figure 4", All(tuple(Below(heads(inner), heads(outer)) for inner in (0.5, 0.75)
                                                     for outer in (0.25, 1.0)))),
         Expectation("All heads of the first layers are local: the first quarter of the layers keeps less than a "
                     "quarter of the blocks of 4096 tokens.", f"{PAPER}, Figure 5: the first two of 24",
-                    AtMost(Value(name_of("ACP", CONTEXTS[0]), KeptByDepth().name, 0.25), 0.25)),
+                    at_most(0.25, KeptByDepth().name, name_of("ACP", CONTEXTS[0]), at=0.25)),
         Expectation("A hundredth of a row's weight in place of e^-10 saves less than a tenth of the blocks.",
                     f"{PAPER}, Figure 7",
                     Below(Value(name_of("ACP", CONTEXTS[-1]), KEPT_BY_EPS.name, DEFAULT_EPS),

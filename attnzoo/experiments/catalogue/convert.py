@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from attnzoo.experiments.claims import All, Below, Closed, Value
+from attnzoo.experiments.claims import Closed, Value, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, Speed
 from attnzoo.models.config import ModelConfig
@@ -56,10 +56,6 @@ def loss(arm: str) -> Value:
     return Value(arm, "loss")
 
 
-def converted(name: str) -> Value:
-    return loss(f"{name}, after text")
-
-
 EXPERIMENT = Experiment(
     title="Conversion of a trained Transformer",
     question=(
@@ -84,18 +80,18 @@ EXPERIMENT = Experiment(
     probes=(Loss(), KeptBlocks(), Speed()),
     expectations=(
         *(Expectation(f"Most of the gap of {name} is closed on 4.5% of the tokens.", OURS,
-                      Closed(converted(name), (loss(f"{name}, swapped"), loss(ORIGINAL))))
+                      Closed(loss(f"{name}, after text"), (loss(f"{name}, swapped"), loss(ORIGINAL))))
           for name in ("fox", "gated_deltanet")),
         Expectation("Beside the rotation, gates that begin open cost less than 0.01 nats.", OURS,
-                    Below(loss("fox_rope, swapped"), loss(ORIGINAL), by=-0.01, paired=True)),
+                    below("loss", ("fox_rope, swapped", ORIGINAL), by=-0.01, paired=True)),
         *(Expectation(f"{name} comes further than by training on as much text.", OURS,
-                      Below(converted(name), loss(f"{name}, text alone"), paired=True))
+                      below("loss", (f"{name}, after text", f"{name}, text alone"), paired=True))
           for name in ("fox", "gated_deltanet")),
         *(Expectation(f"{name}: each phase takes from the loss, the last one too.",
                       "Goldstein et al., RADLADS (2025), whose three phases these are",
-                      All(tuple(Below(loss(f"{name}, after {after}"), loss(f"{name}, {before}"), paired=True)
-                                for before, after in (("swapped", "align"), ("after align", "distil"),
-                                                      ("after distil", "text")))))
+                      below("loss", *((f"{name}, after {after}", f"{name}, {before}")
+                                      for before, after in (("swapped", "align"), ("after align", "distil"),
+                                                            ("after distil", "text"))), paired=True))
           for name in ("fox", "gated_deltanet")),
     ),
     measured=(

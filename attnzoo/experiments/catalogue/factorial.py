@@ -1,6 +1,6 @@
 """Every gate with and without a delta rule, on both sides."""
 
-from attnzoo.experiments.claims import All, Below, Correlated, Value
+from attnzoo.experiments.claims import Correlated, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
 from attnzoo.experiments.probes import Loss
 
@@ -81,24 +81,18 @@ EXPERIMENT = Experiment(
                     Correlated(PAIRS[0], PAIRS[1:], "loss", PARTS)),
         Expectation("A scalar gate helps both sides.",
                     f"{FORGETTING}, Table 3, for the softmax side; {GATED_DELTA}, for the linear side",
-                    All((Below(Value("mamba2", "loss"), Value("linear_attention", "loss")),
-                         Below(Value("fox", "loss"), Value("nope", "loss"))))),
+                    below("loss", ("mamba2", "linear_attention"), ("fox", "nope"))),
         Expectation("A gate that depends on the data is better than a constant one on both sides.",
                     f"{FORGETTING}, Figure 7, for the softmax side",
-                    All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
-                         Below(Value("fox", "loss"), Value("alibi", "loss"))))),
+                    below("loss", ("mamba2", "retnet"), ("fox", "alibi"))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
                     "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021); Yang "
                     "et al., PaTH Attention (2025)",
-                    All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
-                         Below(Value("path", "loss"), Value("nope", "loss"))))),
+                    below("loss", ("deltanet", "linear_attention"), ("path", "nope"))),
         Expectation("Gate and delta rule together are better than either on the linear side.",
-                    GATED_DELTA,
-                    All((Below(Value("gated_deltanet", "loss"), Value("mamba2", "loss")),
-                         Below(Value("gated_deltanet", "loss"), Value("deltanet", "loss"))))),
+                    GATED_DELTA, below("loss", ("gated_deltanet", "mamba2"), ("gated_deltanet", "deltanet"))),
         Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",
-                    All((Below(Value("path_fox", "loss"), Value("fox", "loss")),
-                         Below(Value("path_fox", "loss"), Value("path", "loss"))))),
+                    below("loss", ("path_fox", "fox"), ("path_fox", "path"))),
     ),
     grids=tuple(
         Grid(f"loss, {name} side", tuple(f"gate: {gate}" for gate in GATES), ("no delta rule", "delta rule"),

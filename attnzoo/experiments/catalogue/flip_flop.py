@@ -1,11 +1,11 @@
 """Keeping a bit through much that is to be ignored."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import at_least, at_most
+from attnzoo.experiments.experiment import Expectation, Experiment, Measured, Size, arms_of, training
 from attnzoo.experiments.probes import Wrong
 
 PATH_PAPER = "Yang et al., PaTH Attention (2025), synthetic tasks, flip-flop language modeling"
-SPARSE = "sparse: 98% ignored"
+SPARSE, DENSE = "sparse: 98% ignored", "dense: 10% ignored"
 
 EXPERIMENT = Experiment(
     title="Flip-flop: who keeps a bit",
@@ -14,55 +14,31 @@ EXPERIMENT = Experiment(
         "where 98% are (the last write is far away) and where 10% are (it is near, among many others). A transition "
         "that erases what it writes over keeps the bit at any distance; a softmax over positions has to find it."
     ),
-    arms=(
-        Arm("path", "path"),
-        Arm("path_fox", "path_fox"),
-        Arm("rope", "rope"),
-        Arm("fox", "fox"),
-        Arm("deltanet", "deltanet"),
-        Arm("gated_deltanet", "gated_deltanet"),
-        Arm("mamba2", "mamba2"),
-    ),
+    arms=arms_of("path", "path_fox", "rope", "fox", "deltanet", "gated_deltanet", "mamba2"),
     settings=("data.source=task:flip_flop",),
     sizes={
         "cpu": Size(
-            settings=(
-                "steps=1000", "batch_size=16", "data.context_length=64", "log_every=100", "eval_tokens=16384",
-                "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
-            ),
-            lrs=(0.003, 0.01),
-            rows=512,
+            training(1000, 16, 64, "hidden_size: 32, num_layers: 1, num_heads: 2", warmup=100, eval_tokens=16384),
+            lrs=(0.003, 0.01), rows=512,
         ),
         "gpu": Size(
-            settings=(
-                "steps=1200", "batch_size=32", "data.context_length=512", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
-            ),
-            lrs=(0.001, 0.003),
-            rows=2048,
+            training(1200, 32, 512, "hidden_size: 128, num_layers: 1, num_heads: 2", warmup=200, eval_tokens=65536,
+                     log_every=200),
+            lrs=(0.001, 0.003), rows=2048,
         ),
     },
-    probes=(
-        Wrong("as in training"),
-        Wrong(SPARSE, {"p_ignore": 0.98}),
-        Wrong("dense: 10% ignored", {"p_ignore": 0.1}),
-    ),
+    probes=(Wrong("as in training"), Wrong(SPARSE, {"p_ignore": 0.98}), Wrong(DENSE, {"p_ignore": 0.1})),
     expectations=(
-        Expectation(
-            "PaTH solves the sparse tail (under 1% wrong).", PATH_PAPER, AtMost(Value("path", SPARSE), 0.01)
-        ),
+        Expectation("PaTH solves the sparse tail (under 1% wrong).", PATH_PAPER, at_most(0.01, SPARSE, "path")),
         Expectation(
             "So do the delta rules on the linear side.",
             "Yang et al. (2025) of PaTH's transition, which is theirs; our own reading of its dual",
-            All((AtMost(Value("deltanet", SPARSE), 0.01), AtMost(Value("gated_deltanet", SPARSE), 0.01))),
+            at_most(0.01, SPARSE, "deltanet", "gated_deltanet"),
         ),
-        Expectation("RoPE does not.", PATH_PAPER, AtLeast(Value("rope", SPARSE), 0.01)),
-        Expectation("FoX does not.", PATH_PAPER, AtLeast(Value("fox", SPARSE), 0.01)),
-        Expectation(
-            "The dense tail is no trouble for any of these (under 1% wrong).",
-            PATH_PAPER,
-            All(tuple(AtMost(Value(arm, "dense: 10% ignored"), 0.01) for arm in ("path", "rope", "fox"))),
-        ),
+        Expectation("RoPE does not.", PATH_PAPER, at_least(0.01, SPARSE, "rope")),
+        Expectation("FoX does not.", PATH_PAPER, at_least(0.01, SPARSE, "fox")),
+        Expectation("The dense tail is no trouble for any of these (under 1% wrong).", PATH_PAPER,
+                    at_most(0.01, DENSE, "path", "rope", "fox")),
     ),
     measured=(
         Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-flip_flop-cpu.json"),

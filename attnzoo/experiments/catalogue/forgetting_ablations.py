@@ -1,12 +1,11 @@
 """An experiment: the seven ablations of One-Pass Forgetting's forget network, beside one trained model."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, at_most, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
-from attnzoo.experiments.forgetting_arms import one_thing_changed, part_by_part
+from attnzoo.experiments.forgetting_arms import LATER, NETWORK, WINDOW, ahead, one_thing_changed, part_by_part
 from attnzoo.experiments.forgetting_probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
-NETWORK, WINDOW, LATER = "network", "window", "later use"
 FREELY, HELD = "wrong, forgotten by itself", "keys held by itself"
 SHARES = (0.03125, 0.0625, 0.09375, 0.125, 0.25)
 TIGHT = 0.0625
@@ -57,20 +56,19 @@ EXPERIMENT = Experiment(
     ),
     expectations=(
         Expectation("The network finds more than a window at every limit.", PAPER.format(1).partition(", ablation")[0],
-                    All(tuple(Below(Value("key", NETWORK, at), Value("rope", WINDOW, at), paired=True)
-                              for at in SHARES[2:]))),
+                    All(tuple(ahead("key", "rope", WINDOW, share) for share in SHARES[2:]))),
         Expectation("A network of keys alone is not worse than one of pairs (by 2% of the answers).", PAPER.format(1),
-                    Below(Value("key", NETWORK, TIGHT), Value("pair", NETWORK, TIGHT), -0.02, paired=True)),
+                    below(NETWORK, ("key", "pair"), at=TIGHT, by=-0.02, paired=True)),
         Expectation("Forgotten by itself, it is found with a quarter of the keys (under 5% wrong).", PAPER.format(6),
-                    All((AtMost(Value("key", FREELY), 0.05), AtMost(Value("key", HELD), 0.25)))),
+                    All((at_most(0.05, FREELY, "key"), at_most(0.25, HELD, "key")))),
         Expectation("Without annealing, sharp from the start, more is missed.", PAPER.format(3),
-                    Below(Value("key", NETWORK, TIGHT), Value("sharp from the start", NETWORK, TIGHT), paired=True)),
+                    ahead("key", "sharp from the start", NETWORK, TIGHT)),
         Expectation("What may be remembered again is missed more often where it is gone.", PAPER.format(5),
-                    Below(Value("pair", NETWORK, TIGHT), Value("pair, free", NETWORK, TIGHT), paired=True)),
+                    ahead("pair", "pair, free", NETWORK, TIGHT)),
         Expectation("Without a second phase more is missed.", PAPER.format(7),
-                    Below(Value("key", NETWORK, TIGHT), Value("no second phase", NETWORK, TIGHT), paired=True)),
+                    ahead("key", "no second phase", NETWORK, TIGHT)),
     ),
-    overlays=one_thing_changed("wrong answers", NETWORK, (("window", WINDOW), ("later use", LATER))),
+    overlays=one_thing_changed("wrong answers"),
     measured=(
         Measured("cpu", "2026-11-23", "two busy cores of an Intel Xeon", "2026-11-23-forgetting_ablations-cpu.json"),
         Measured(

@@ -1,7 +1,7 @@
 """An experiment: recall of a key's latest value, where keys are given new values."""
 
-from attnzoo.experiments.claims import All, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import below
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, training
 from attnzoo.experiments.probes import Wrong
 
 PAPER = "Arora et al., Zoology (2023), for recall; Lin et al., Forgetting Transformer (2025), section 3, for the gate"
@@ -37,33 +37,25 @@ EXPERIMENT = Experiment(
             lrs=(0.002, 0.005),
         ),
         "gpu": Size(
-            settings=(
-                "data.task_options={vocab_size: 1024, pairs: 32, updates: 16}", "steps=1500", "batch_size=64",
-                "data.context_length=160", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=200",
-            ),
-            lrs=(0.001, 0.003),
-            rows=1024,
+            training(1500, 64, 160, "hidden_size: 128, num_layers: 2, num_heads: 2", warmup=200, eval_tokens=65536,
+                     log_every=200, first=("data.task_options={vocab_size: 1024, pairs: 32, updates: 16}",)),
+            lrs=(0.001, 0.003), rows=1024,
         ),
     },
     probes=(Wrong(WRONG), Wrong("wrong without updates", {"updates": 0}, lengths=(0.8,))),
     expectations=(
         Expectation(
             "On the softmax side a forget gate or PaTH's transition answers more than no position encoding.",
-            PAPER,
-            All((Below(Value("fox", WRONG), Value("nope", WRONG)), Below(Value("path", WRONG), Value("nope", WRONG)))),
+            PAPER, below(WRONG, ("fox", "nope"), ("path", "nope")),
         ),
         Expectation(
             "On the linear side a gate or the delta rule answers more than neither.",
-            PAPER,
-            All((Below(Value("mamba2", WRONG), Value("linear_attention", WRONG)),
-                 Below(Value("deltanet", WRONG), Value("linear_attention", WRONG)))),
+            PAPER, below(WRONG, ("mamba2", "linear_attention"), ("deltanet", "linear_attention")),
         ),
         Expectation(
             "The softmax sides answer more than their duals, whose state is of fixed size.",
             "Arora et al., Zoology (2023), Figure 2, for recall without updates",
-            All((Below(Value("fox", WRONG), Value("mamba2", WRONG)),
-                 Below(Value("path", WRONG), Value("deltanet", WRONG)))),
+            below(WRONG, ("fox", "mamba2"), ("path", "deltanet")),
         ),
     ),
     measured=(

@@ -1,20 +1,28 @@
 """The same seven ablations of One-Pass Forgetting on text, where what is kept is a matter of degree."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, Below, at_most
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
-from attnzoo.experiments.forgetting_arms import on_gpu, one_thing_changed, part_by_part, text_sizes
+from attnzoo.experiments.forgetting_arms import (
+    LATER,
+    NETWORK,
+    WINDOW,
+    ahead,
+    on_gpu,
+    one_thing_changed,
+    part_by_part,
+    text_sizes,
+)
 from attnzoo.experiments.forgetting_probes import AddedLoss, KeysHeld
 from attnzoo.experiments.probes import Loss
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
-NETWORK, WINDOW, LATER = "network", "window", "later use"
 FREELY, HELD = "forgotten by itself", "keys held by itself"
 SHARES = (0.03125, 0.0625, 0.125, 0.25)
 TIGHT = 0.0625
 
 
 def less(arm: str, other: str) -> Below:
-    return Below(Value(arm, NETWORK, TIGHT), Value(other, NETWORK, TIGHT), paired=True)
+    return ahead(arm, other, NETWORK, TIGHT)
 
 
 EXPERIMENT = Experiment(
@@ -65,10 +73,10 @@ EXPERIMENT = Experiment(
                     less("learned budget", "key")),
         Expectation("Without a second phase more is lost.", PAPER.format(7), less("key", "no second phase")),
         Expectation("Forgotten by itself, half of the keys are gone for less than 1% of perplexity.",
-                    PAPER.format(6), All((AtMost(Value("budget of half", FREELY), 0.00995),
-                                          AtMost(Value("budget of half", HELD), 0.5)))),
+                    PAPER.format(6),
+                    All((at_most(0.00995, FREELY, "budget of half"), at_most(0.5, HELD, "budget of half")))),
     ),
-    overlays=one_thing_changed("nats added", NETWORK, (("window", WINDOW), ("later use", LATER))),
+    overlays=one_thing_changed("nats added"),
     measured=(
         Measured(
             "cpu", "2026-11-23", "two busy cores of an Intel Xeon", "2026-11-23-forgetting_text-cpu.json",

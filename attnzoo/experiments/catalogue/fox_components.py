@@ -1,7 +1,7 @@
 """The rows of Table 3 of FoX's paper, its layer component by component, and the Transformer's in its Figure 11."""
 
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
-from attnzoo.experiments.claims import All, Below, Value, in_order
+from attnzoo.experiments.claims import Value, below, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 
@@ -60,17 +60,17 @@ EXPERIMENT = Experiment(
                     in_order(*map(loss, ("FoX (Pro)", "Transformer (Pro)", "FoX (LLaMA)", "Transformer (LLaMA)")))),
         Expectation("Each of the four components of the Pro block helps where all others are there.",
                     f"{PAPER}, Table 3",
-                    All(tuple(Below(loss("FoX (Pro)"), loss(arm.name)) for arm in TAKEN_AWAY))),
+                    below("loss", *(("FoX (Pro)", arm.name) for arm in TAKEN_AWAY))),
         Expectation("Each helps where it is added to those before it.", f"{PAPER}, Table 3",
                     in_order(*(loss(arm.name) for arm in reversed(BUILT_UP[3:])))),
         Expectation("RoPE takes no more than a hundredth of a nat from FoX (Pro).", f"{PAPER}, Table 3",
-                    Below(loss("FoX (Pro)"), loss("FoX (Pro) + RoPE"), by=-0.01)),
+                    below("loss", ("FoX (Pro)", "FoX (Pro) + RoPE"), by=-0.01)),
         Expectation("Without forget gate and RoPE a model is the worst of its block.", f"{PAPER}, Table 3",
-                    All((Below(loss("Transformer (LLaMA)"), loss("Transformer (LLaMA), no RoPE")),
-                         Below(loss("Transformer (Pro)"), loss("Transformer (Pro), no RoPE"))))),
+                    below("loss", *((model, f"{model}, no RoPE")
+                                    for model in ("Transformer (LLaMA)", "Transformer (Pro)")))),
         Expectation("QK-norm keeps the Transformer's loss down beyond the training context.",
                     f"{PAPER}, appendix F.2 and Figure 11",
-                    Below(*(Value(arm, AddedByLength().name) for arm in ("RoPE, QK-norm", "Transformer (LLaMA)")))),
+                    below(AddedByLength().name, ("RoPE, QK-norm", "Transformer (LLaMA)"))),
         Expectation("Each component helps the Transformer, too, where it is added to those before it.",
                     f"{PAPER}, appendix F.2",
                     in_order(*map(loss, ("Transformer (Pro)", *(arm.name for arm in reversed(WITH_ROPE)),

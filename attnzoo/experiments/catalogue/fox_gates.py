@@ -1,7 +1,7 @@
 """Forget gates that depend on the data, that are learnt without it, and that are fixed: Figure 7 of FoX's paper."""
 
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
-from attnzoo.experiments.claims import All, Below, Value
+from attnzoo.experiments.claims import Claim, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 
@@ -14,10 +14,9 @@ def name_of(gate: str, block: str, longest: int) -> str:
     return f"{gate} to {longest} ({block})"
 
 
-def best_of_none(gate: str, block: str) -> All:
+def best_of_none(gate: str, block: str) -> Claim:
     """The gate that depends on the data is below every other of a block."""
-    lowest = Value(f"data-dependent ({block})", "loss")
-    return All(tuple(Below(lowest, Value(name_of(gate, block, T), "loss")) for T in LONGEST))
+    return below("loss", *((f"data-dependent ({block})", name_of(gate, block, T)) for T in LONGEST))
 
 
 EXPERIMENT = Experiment(

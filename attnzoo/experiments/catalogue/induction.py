@@ -1,7 +1,7 @@
 """Induction: layers, and rows longer than in training."""
 
-from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import at_least, at_most, below
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, training
 from attnzoo.experiments.probes import Wrong
 
 ONE_LAYER = "Sanford, Hsu and Telgarsky, One-Layer Transformers Fail to Solve the Induction Heads Task (2024)"
@@ -25,35 +25,27 @@ EXPERIMENT = Experiment(
     seeds=5,
     sizes={
         "cpu": Size(
-            settings=(
-                "data.task_options={vocab_size: 16, questions: 4}", "steps=600", "batch_size=16",
-                "data.context_length=32", "log_every=100", "eval_tokens=8192",
-                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=50",
-            ),
-            lrs=(0.002, 0.004),
-            rows=512,
+            training(600, 16, 32, "hidden_size: 64, num_layers: 2, num_heads: 2", warmup=50, eval_tokens=8192,
+                     first=("data.task_options={vocab_size: 16, questions: 4}",)),
+            lrs=(0.002, 0.004), rows=512,
         ),
         "gpu": Size(
-            settings=(
-                "data.task_options={vocab_size: 16, questions: 16}", "steps=1500", "batch_size=128",
-                "data.context_length=128", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 2, num_heads: 4}", "optimizer.warmup_steps=100",
-            ),
-            lrs=(0.001, 0.002),
-            rows=1024,
+            training(1500, 128, 128, "hidden_size: 128, num_layers: 2, num_heads: 4", warmup=100, eval_tokens=65536,
+                     log_every=200, first=("data.task_options={vocab_size: 16, questions: 16}",)),
+            lrs=(0.001, 0.002), rows=1024,
         ),
     },
     probes=(Wrong(WRONG, {"questions": 1}, lengths=(1.0, 2.0, 4.0)), Wrong(TRAINED)),
     expectations=(
         Expectation("One layer of attention does not solve it (over 50% wrong).", ONE_LAYER,
-                    AtLeast(Value("rope, one layer", WRONG, 1.0), 0.5)),
-        Expectation("Two layers do (under 5% wrong).", ONE_LAYER, AtMost(Value("rope, two layers", WRONG, 1.0), 0.05)),
+                    at_least(0.5, WRONG, "rope, one layer", at=1.0)),
+        Expectation("Two layers do (under 5% wrong).", ONE_LAYER, at_most(0.05, WRONG, "rope, two layers", at=1.0)),
         Expectation("So does Mamba-2, with its short convolution.", MAMBA,
-                    AtMost(Value("mamba2, two layers", WRONG, 1.0), 0.05)),
+                    at_most(0.05, WRONG, "mamba2, two layers", at=1.0)),
         Expectation("On rows twice as long Mamba-2 is ahead of RoPE.", MAMBA,
-                    Below(Value("mamba2, two layers", WRONG, 2.0), Value("rope, two layers", WRONG, 2.0))),
+                    below(WRONG, ("mamba2, two layers", "rope, two layers"), at=2.0)),
         Expectation("It has no trouble at four times the length (under 5% wrong).", MAMBA,
-                    AtMost(Value("mamba2, two layers", WRONG, 4.0), 0.05)),
+                    at_most(0.05, WRONG, "mamba2, two layers", at=4.0)),
     ),
     measured=(
         Measured(

@@ -1,13 +1,13 @@
 """Which keys may go: what a forget network learns, beside rules that nobody has to learn, at equal memory."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, at_most
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay
-from attnzoo.experiments.forgetting_arms import RULES, network, on_gpu, reaching, text_sizes
+from attnzoo.experiments.forgetting_arms import NETWORK, RULES, WINDOW, ahead, network, on_gpu, reaching, text_sizes
 from attnzoo.experiments.forgetting_probes import AddedLoss, KeysHeld
 from attnzoo.experiments.probes import Loss
 
 PAPER = "One-Pass Forgetting, section 4"
-NETWORK, WINDOW, FREELY, CERTIFIED = "network", "window", "forgotten by itself", "certified"
+FREELY, CERTIFIED = "forgotten by itself", "certified"
 HELD, HELD_CERTIFIED = "keys held by itself", "keys held, certified"
 SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5)
 AHEAD = {"gpu": {"discount": reaching(640)}, "gpu-4096": {"discount": reaching(160)}}
@@ -57,27 +57,23 @@ EXPERIMENT = Experiment(
     ),
     expectations=(
         Expectation("Half of the keys are gone for less than 1% of perplexity.", PAPER,
-                    AtMost(Value("rope, key", NETWORK, 0.5), 0.00995)),
+                    at_most(0.00995, NETWORK, "rope, key", at=0.5)),
         Expectation("With an eighth of the context the network adds less loss than a window.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", WINDOW, 0.125), paired=True)),
+                    ahead("rope, key", "rope", WINDOW, 0.125)),
         Expectation("And less than attention sinks with a window.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", "sinks + window", 0.125), paired=True)),
-        Expectation("And less than H2O.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", "H2O", 0.125), paired=True)),
+                    ahead("rope, key", "rope", "sinks + window", 0.125)),
+        Expectation("And less than H2O.", PAPER, ahead("rope, key", "rope", "H2O", 0.125)),
         Expectation("Learnt from utilities that are discounted by the distance, it adds less than without.",
-                    f"{PAPER}, ablation 2",
-                    Below(Value("rope, discount", NETWORK, 0.125), Value("rope, key", NETWORK, 0.125), paired=True)),
+                    f"{PAPER}, ablation 2", ahead("rope, discount", "rope, key", NETWORK, 0.125)),
         Expectation("And less than a window, at a sixteenth of the context.", PAPER,
-                    Below(Value("rope, discount", NETWORK, 0.0625), Value("rope", WINDOW, 0.0625), paired=True)),
+                    ahead("rope, discount", "rope", WINDOW, 0.0625)),
         Expectation("The network that looks at pairs, and discounts, adds less than a window, at a sixteenth.", PAPER,
-                    Below(Value("rope, attention, discount", NETWORK, 0.0625), Value("rope", WINDOW, 0.0625),
-                          paired=True)),
+                    ahead("rope, attention, discount", "rope", WINDOW, 0.0625)),
         Expectation("And less than SnapKV.", PAPER,
-                    Below(Value("rope, attention, discount", NETWORK, 0.0625), Value("rope", "SnapKV", 0.0625),
-                          paired=True)),
+                    ahead("rope, attention, discount", "rope", "SnapKV", 0.0625)),
         Expectation("FoX gives up half of its keys by certificate, for nothing (under 0.001 nats).",
                     "ACP's tail bound, which is proved to lose at most eps of a row's weight",
-                    All((AtMost(Value("fox", CERTIFIED), 0.001), AtMost(Value("fox", HELD_CERTIFIED), 0.5)))),
+                    All((at_most(0.001, CERTIFIED, "fox"), at_most(0.5, HELD_CERTIFIED, "fox")))),
     ),
     overlays=(
         Overlay(

@@ -1,7 +1,7 @@
 """Loss beyond the training context, blocks and orderings."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Value, in_order
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import All, Below, Value, at_least, at_most, below, in_order
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, training
 from attnzoo.experiments.probes import AddedByLength, KeptBlocks, Loss, LossByPlace, PrunedLoss, Speed
 
 FOX = "Lin et al., Forgetting Transformer (2025)"
@@ -18,16 +18,6 @@ def rises(arm: str) -> Below:
 def stays(arm: str) -> Below:
     """The loss at the end of four training contexts is not above that at the end of one by more than a twentieth."""
     return Below(Value(arm, BANDS.name, 4.0), Value(arm, BANDS.name, 1.0), by=-0.05)
-
-
-def loses(arm: str) -> AtLeast:
-    """The loss at the end of four training contexts is above that of the same text in windows of one context."""
-    return AtLeast(Value(arm, ADDED.name, 4.0), 0.1)
-
-
-def keeps(arm: str) -> AtMost:
-    """It is not, by more than a twentieth of a nat."""
-    return AtMost(Value(arm, ADDED.name, 4.0), 0.05)
 
 
 EXPERIMENT = Experiment(
@@ -48,21 +38,14 @@ EXPERIMENT = Experiment(
     ),
     sizes={
         "cpu": Size(
-            settings=(
-                "steps=800", "batch_size=8", "data.context_length=128", "log_every=50", "eval_tokens=16384",
-                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=50",
-            ),
-            lrs=(0.003, 0.006),
-            tokens=32768,
+            training(800, 8, 128, "hidden_size: 64, num_layers: 2, num_heads: 2", warmup=50, eval_tokens=16384,
+                     log_every=50),
+            lrs=(0.003, 0.006), tokens=32768,
         ),
         "gpu": Size(
-            settings=(
-                "steps=300", "batch_size=8", "data.context_length=4096", "log_every=10", "eval_tokens=131072",
-                "model={hidden_size: 384, num_layers: 6, num_heads: 6}", "optimizer.warmup_steps=40",
-                "mixed_precision=bf16",
-            ),
-            lrs=(0.0015,),
-            tokens=262144,
+            training(300, 8, 4096, "hidden_size: 384, num_layers: 6, num_heads: 6", warmup=40, eval_tokens=131072,
+                     log_every=10, last=("mixed_precision=bf16",)),
+            lrs=(0.0015,), tokens=262144,
         ),
     },
     probes=(Loss(), ADDED, BANDS, KeptBlocks(), PrunedLoss(), Speed()),
@@ -78,18 +61,17 @@ EXPERIMENT = Experiment(
                     in_order(*(Value(arm, "loss") for arm in
                                ("FoX (Pro)", "Transformer (Pro)", "FoX (LLaMA)", "Transformer (LLaMA)")))),
         Expectation("Pruning adds nothing to the loss (under 0.001 nats).", f"{ACP}, section 4",
-                    AtMost(Value("FoX (Pro)", "loss added by pruning"), 0.001)),
+                    at_most(0.001, "loss added by pruning", "FoX (Pro)")),
         Expectation("A model trained with pruning is as good (within 0.02 nats).", f"{ACP}, section 4",
-                    Below(Value("FoX (Pro), ACP", "loss"), Value("FoX (Pro)", "loss"), by=-0.02, paired=True)),
+                    below("loss", ("FoX (Pro), ACP", "FoX (Pro)"), by=-0.02, paired=True)),
         Expectation("At 4k tokens about 70% is pruned: at most 40% of the blocks are kept.", f"{ACP}, Figure 2",
-                    AtMost(Value("FoX (Pro)", "blocks kept", 1.0), 0.4), sizes=("gpu",)),
+                    at_most(0.4, "blocks kept", "FoX (Pro)", at=1.0), sizes=("gpu",)),
         Expectation("Training is faster with pruning (in the paper by 10% to 40%).", f"{ACP}, Figure 2",
-                    Below(Value("FoX (Pro)", "training speed"), Value("FoX (Pro), ACP", "training speed")),
-                    sizes=("gpu",)),
+                    below("training speed", ("FoX (Pro)", "FoX (Pro), ACP")), sizes=("gpu",)),
         Expectation("RoPE loses from a context longer than in training, on the same text.", f"{FOX}, Figure 2",
-                    All((loses("Transformer (Pro)"), loses("Transformer (LLaMA)"))), sizes=("gpu",)),
+                    at_least(0.1, ADDED.name, "Transformer (Pro)", "Transformer (LLaMA)", at=4.0), sizes=("gpu",)),
         Expectation("FoX and PaTH-FoX do not.", f"{FOX}, Figure 2",
-                    All((keeps("FoX (Pro)"), keeps("FoX (LLaMA)"), keeps("PaTH-FoX"))), sizes=("gpu",)),
+                    at_most(0.05, ADDED.name, "FoX (Pro)", "FoX (LLaMA)", "PaTH-FoX", at=4.0), sizes=("gpu",)),
     ),
     measured=(
         Measured(

@@ -1,7 +1,7 @@
 """A number somewhere in a haystack."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import All, AtMost, Value, at_least, at_most
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, arms_of, training
 from attnzoo.experiments.probes import WrongOver
 
 PAPER = "Lin et al., Forgetting Transformer (2025), section 4.3 and Figure 4"
@@ -21,8 +21,7 @@ EXPERIMENT = Experiment(
         Arm("fox", "fox", OPEN),
         Arm("fox, half closed", "fox"),
         Arm("path_fox", "path_fox", OPEN),
-        Arm("rope", "rope"),
-        Arm("nope", "nope"),
+        *arms_of("rope", "nope"),
         Arm("mamba2", "mamba2", {"gate": "forget", **OPEN}),
         Arm("gla", "gla", {"gate": "full_rank", "channel_bias": 7.0}),
         Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"], **OPEN}),
@@ -31,22 +30,14 @@ EXPERIMENT = Experiment(
     options={"block": "pro"},
     sizes={
         "cpu": Size(
-            settings=(
-                "data.task_options.digits=2", "steps=1000", "batch_size=16", "data.context_length=64", "log_every=100",
-                "eval_tokens=16384", "model={hidden_size: 64, num_layers: 2, num_heads: 2}",
-                "optimizer.warmup_steps=50",
-            ),
-            lrs=(0.003, 0.006),
-            rows=128,
+            training(1000, 16, 64, "hidden_size: 64, num_layers: 2, num_heads: 2", warmup=50, eval_tokens=16384,
+                     first=("data.task_options.digits=2",)),
+            lrs=(0.003, 0.006), rows=128,
         ),
         "gpu": Size(
-            settings=(
-                "data.task_options.digits=4", "steps=1000", "batch_size=16", "data.context_length=1024",
-                "log_every=100", "eval_tokens=131072", "model={hidden_size: 128, num_layers: 2, num_heads: 2}",
-                "optimizer.warmup_steps=100", "mixed_precision=bf16",
-            ),
-            lrs=(0.002, 0.004),
-            rows=128,
+            training(1000, 16, 1024, "hidden_size: 128, num_layers: 2, num_heads: 2", warmup=100, eval_tokens=131072,
+                     first=("data.task_options.digits=4",), last=("mixed_precision=bf16",)),
+            lrs=(0.002, 0.004), rows=128,
         ),
     },
     probes=tuple(
@@ -57,14 +48,14 @@ EXPERIMENT = Experiment(
         Expectation("FoX finds it anywhere in the training context (under 1% wrong at every depth).", PAPER,
                     All(tuple(AtMost(Value("fox", INSIDE, depth), 0.01) for depth in DEPTHS))),
         Expectation("FoX finds it at the beginning of rows twice as long, too (under 10% wrong).", PAPER,
-                    AtMost(Value("fox", TWICE, 0.0), 0.1)),
+                    at_most(0.1, TWICE, "fox", at=0.0)),
         Expectation("RoPE loses it beyond its training context (over 10% wrong at the beginning of rows of twice it).",
-                    f"{PAPER}: Transformer (LLaMA)", AtLeast(Value("rope", TWICE, 0.0), 0.1)),
+                    f"{PAPER}: Transformer (LLaMA)", at_least(0.1, TWICE, "rope", at=0.0)),
         Expectation("The recurrences lose it in the training context (over 10% wrong at its beginning).", PAPER,
-                    All(tuple(AtLeast(Value(arm, INSIDE, 0.0), 0.1) for arm in ("mamba2", "gla", "gated_deltanet")))),
+                    at_least(0.1, INSIDE, "mamba2", "gla", "gated_deltanet", at=0.0)),
         Expectation("FoX whose gates begin half closed does not learn to look so far (over 10% wrong).",
                     "our own: such gates leave 2^-d of a token at distance d, and of its gradient",
-                    AtLeast(Value("fox, half closed", INSIDE, 0.0), 0.1)),
+                    at_least(0.1, INSIDE, "fox, half closed", at=0.0)),
     ),
     maps=(INSIDE, TWICE, FOUR),
     measured=(

@@ -1,12 +1,12 @@
 """A number in a haystack, while a head may hold only so many keys."""
 
-from attnzoo.experiments.claims import AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
-from attnzoo.experiments.forgetting_arms import RULES, network
+from attnzoo.experiments.claims import at_most
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size, training
+from attnzoo.experiments.forgetting_arms import NETWORK, RULES, WINDOW, ahead, network
 from attnzoo.experiments.forgetting_probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4 (retrieval on long dependencies)"
-NETWORK, WINDOW, FREELY, HELD = "network", "window", "wrong, forgotten by itself", "keys held by itself"
+FREELY, HELD = "wrong, forgotten by itself", "keys held by itself"
 CERTIFIED, HELD_CERTIFIED = "wrong, certified", "keys held, certified"
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)
 OPEN = {"gate_bias": 7.0}  # where FoX's gates start: they take 0.1% from a token's past
@@ -33,24 +33,14 @@ EXPERIMENT = Experiment(
     settings=("data.source=task:needle",),
     sizes={
         "cpu": Size(
-            settings=(
-                "data.task_options.digits=2", "steps=700", "batch_size=16", "data.context_length=64", "log_every=100",
-                "eval_tokens=4096", "model={hidden_size: 64, num_layers: 2, num_heads: 2}",
-                "optimizer.warmup_steps=50",
-            ),
-            lrs=(0.003,),
-            rows=128,
-            after=("steps=200", "optimizer.warmup_steps=10"),
+            training(700, 16, 64, "hidden_size: 64, num_layers: 2, num_heads: 2", warmup=50, eval_tokens=4096,
+                     first=("data.task_options.digits=2",)),
+            lrs=(0.003,), rows=128, after=("steps=200", "optimizer.warmup_steps=10"),
         ),
         "gpu": Size(
-            settings=(
-                "data.task_options.digits=4", "steps=1500", "batch_size=32", "data.context_length=1024",
-                "log_every=200", "eval_tokens=65536", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
-                "optimizer.warmup_steps=200", "mixed_precision=bf16",
-            ),
-            lrs=(0.001,),
-            rows=64,
-            after=("steps=100", "batch_size=4", "optimizer.warmup_steps=10"),
+            training(1500, 32, 1024, "hidden_size: 256, num_layers: 4, num_heads: 4", warmup=200, eval_tokens=65536,
+                     log_every=200, first=("data.task_options.digits=4",), last=("mixed_precision=bf16",)),
+            lrs=(0.001,), rows=64, after=("steps=100", "batch_size=4", "optimizer.warmup_steps=10"),
         ),
     },
     probes=(
@@ -63,19 +53,17 @@ EXPERIMENT = Experiment(
         KeysHeld(HELD_CERTIFIED, "certified"),
     ),
     expectations=(
-        Expectation("With all keys RoPE finds it (under 10% wrong).", PAPER, AtMost(Value("rope", WINDOW, 1.0), 0.1)),
-        Expectation("With all keys FoX finds it, too.", PAPER, AtMost(Value("fox", WINDOW, 1.0), 0.1)),
+        Expectation("With all keys RoPE finds it (under 10% wrong).", PAPER, at_most(0.1, WINDOW, "rope", at=1.0)),
+        Expectation("With all keys FoX finds it, too.", PAPER, at_most(0.1, WINDOW, "fox", at=1.0)),
         Expectation("With an eighth of them the network still finds it more often than a window.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", WINDOW, 0.125), paired=True)),
-        Expectation("And more often than H2O.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", "H2O", 0.125), paired=True)),
-        Expectation("And more often than SnapKV.", PAPER,
-                    Below(Value("rope, key", NETWORK, 0.125), Value("rope", "SnapKV", 0.125), paired=True)),
+                    ahead("rope, key", "rope", WINDOW, 0.125)),
+        Expectation("And more often than H2O.", PAPER, ahead("rope, key", "rope", "H2O", 0.125)),
+        Expectation("And more often than SnapKV.", PAPER, ahead("rope, key", "rope", "SnapKV", 0.125)),
         Expectation("With an eighth of them FoX's network, too, finds it more often than a window.", PAPER,
-                    Below(Value("fox, key", NETWORK, 0.125), Value("fox", WINDOW, 0.125), paired=True)),
+                    ahead("fox, key", "fox", WINDOW, 0.125)),
         Expectation("What FoX gives up by certificate it does not miss (under 10% wrong).",
                     "ACP's tail bound, which is proved to lose at most eps of a row's weight",
-                    AtMost(Value("fox", CERTIFIED), 0.1)),
+                    at_most(0.1, CERTIFIED, "fox")),
     ),
     overlays=(
         Overlay(

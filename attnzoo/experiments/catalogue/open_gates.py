@@ -3,7 +3,7 @@
 from typing import Any
 
 from attnzoo.experiments.catalogue.factorial import DELTA, FORGETTING, GATED_DELTA, HALF, KEY, LINEAR, SOFTMAX, size
-from attnzoo.experiments.claims import All, Below, Value
+from attnzoo.experiments.claims import Claim, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import Loss
 
@@ -34,12 +34,12 @@ ARMS = {
 }
 
 
-def loss(variant: str, start: str = "open") -> Value:
-    return Value(name_of(variant, start), LOSS)
+def below_half_closed(*variants: str) -> Claim:
+    return below(LOSS, *((name_of(v, "open"), name_of(v, "half closed")) for v in variants))
 
 
-def below_constant(variant: str) -> Below:
-    return Below(loss(variant), Value(CONSTANT[variant].name, LOSS))
+def below_constant(*variants: str) -> Claim:
+    return below(LOSS, *((name_of(v, "open"), CONSTANT[v].name) for v in variants))
 
 
 EXPERIMENT = Experiment(
@@ -61,18 +61,18 @@ EXPERIMENT = Experiment(
     expectations=(
         Expectation("A softmax whose gates begin open learns more than one whose gates begin half closed.",
                     "our own question, after the factorial",
-                    All(tuple(Below(loss(v), loss(v, "half closed")) for v in ("fox", "path_fox")))),
+                    below_half_closed("fox", "path_fox")),
         Expectation("So does a recurrence.", "our own question, after the factorial",
-                    All(tuple(Below(loss(v), loss(v, "half closed")) for v in ("mamba2", "gated_deltanet")))),
+                    below_half_closed("mamba2", "gated_deltanet")),
         Expectation("Begun open, a gate that depends on the data is better than a constant one on the softmax side.",
                     f"{FORGETTING}, Figure 7", below_constant("fox")),
         Expectation("And on the linear side.", f"{FORGETTING}, Figure 7, is about softmax", below_constant("mamba2")),
         Expectation("With a delta rule it is better on both sides, too.", "our own question",
-                    All(tuple(below_constant(v) for v in ("gated_deltanet", "path_fox")))),
+                    below_constant("gated_deltanet", "path_fox")),
         Expectation("Gate and delta rule together are better than the gate alone, on the linear side.", GATED_DELTA,
-                    Below(loss("gated_deltanet"), loss("mamba2"))),
+                    below(LOSS, ("gated_deltanet, open", "mamba2, open"))),
         Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",
-                    Below(loss("path_fox"), loss("fox"))),
+                    below(LOSS, ("path_fox, open", "fox, open"))),
     ),
     grids=(
         Grid("loss", tuple(SCALAR), ("constant", *STARTS),

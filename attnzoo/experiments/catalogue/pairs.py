@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from attnzoo.experiments.claims import All, Below, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import Correlated, below
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, arms_of
 from attnzoo.experiments.probes import KeptBlocks, Loss, LossByPlace, Speed
 from attnzoo.experiments.text_probes import LossByStretch, ReadAgain
 
@@ -75,7 +75,7 @@ EXPERIMENT = Experiment(
         "sides. A gain is the loss that a part takes from the model with neither gate nor transition on the same side."
     ),
     arms=(
-        Arm("linear_attention", "linear_attention"), Arm("nope", "nope"),
+        *arms_of(*BASES),
         *(Arm(name, name, {"rotary": None} if name == "retnet" else {}) for pair in PAIRS for name in pair[:2]),
         *(Arm(begun_open(name), name, options) for name, options in ANEW.items()),
     ),
@@ -99,24 +99,20 @@ EXPERIMENT = Experiment(
                     Correlated(BASES, pairs(begun_open), LOSS, PARTS, TEXT)),
         Expectation("A scalar gate helps both sides.",
                     "Lin et al., Forgetting Transformer (2025), Table 3; Yang et al., Gated Delta Networks (2025)",
-                    All((Below(Value("mamba2", LOSS), Value("linear_attention", LOSS)),
-                         Below(Value("fox", LOSS), Value("nope", LOSS))))),
+                    below(LOSS, ("mamba2", "linear_attention"), ("fox", "nope"))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
                     "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021); Yang et al., PaTH "
                     "Attention (2025)",
-                    All((Below(Value("deltanet", LOSS), Value("linear_attention", LOSS)),
-                         Below(Value("path", LOSS), Value("nope", LOSS))))),
+                    below(LOSS, ("deltanet", "linear_attention"), ("path", "nope"))),
         Expectation("A forget gate is better than a rotation.", "Lin et al., Forgetting Transformer (2025), Figure 2",
-                    Below(Value("fox", LOSS), Value("rope", LOSS))),
+                    below(LOSS, ("fox", "rope"))),
         Expectation("So it is where it begins open.", "our own question, after `open_gates`",
-                    Below(Value("fox, open", LOSS), Value("rope", LOSS))),
+                    below(LOSS, ("fox, open", "rope"))),
         Expectation("Gate and delta rule together are better than either, on the softmax side.",
                     "Yang et al., PaTH Attention (2025), PaTH-FoX",
-                    All((Below(Value("path_fox", LOSS), Value("fox", LOSS)),
-                         Below(Value("path_fox", LOSS), Value("path", LOSS))))),
+                    below(LOSS, ("path_fox", "fox"), ("path_fox", "path"))),
         Expectation("And on the linear side.", "Yang et al., Gated Delta Networks (2025)",
-                    All((Below(Value("gated_deltanet", LOSS), Value("mamba2", LOSS)),
-                         Below(Value("gated_deltanet", LOSS), Value("deltanet", LOSS))))),
+                    below(LOSS, ("gated_deltanet", "mamba2"), ("gated_deltanet", "deltanet"))),
     ),
     measured=(
         Measured(

@@ -1,13 +1,15 @@
 """Negative eigenvalues and parity."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import at_least, at_most
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, arms_of, training
 from attnzoo.experiments.probes import Wrong
 
 PAPER = (
     "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), Theorem 1 and the "
     "experiments on parity"
 )
+WRONG = "wrong answers"
+UNDECAYED = ("optimizer.weight_decay=0.0",)
 
 EXPERIMENT = Experiment(
     title="Parity needs negative eigenvalues",
@@ -21,53 +23,33 @@ EXPERIMENT = Experiment(
         Arm("deltanet, beta to 1", "deltanet"),
         Arm("gated_deltanet, beta to 2", "gated_deltanet", {"allow_neg_eigval": True}),
         Arm("gated_deltanet, beta to 1", "gated_deltanet"),
-        Arm("mamba2", "mamba2"),
-        Arm("path", "path"),
-        Arm("rope", "rope"),
-        Arm("fox", "fox"),
+        *arms_of("mamba2", "path", "rope", "fox"),
     ),
     settings=("data.source=task:parity",),
     sizes={
         "cpu": Size(
-            settings=(
-                "steps=1000", "batch_size=32", "data.context_length=32", "log_every=100", "eval_tokens=8192",
-                "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
-                "optimizer.weight_decay=0.0",
-            ),
+            training(1000, 32, 32, "hidden_size: 32, num_layers: 1, num_heads: 2", warmup=100, eval_tokens=8192,
+                     last=UNDECAYED),
             lrs=(0.003, 0.01),
         ),
         "gpu": Size(
-            settings=(
-                "steps=1200", "batch_size=128", "data.context_length=128", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 2, num_heads: 4}", "optimizer.warmup_steps=200",
-                "optimizer.weight_decay=0.0",
-            ),
-            lrs=(0.001, 0.003),
-            rows=1024,
+            training(1200, 128, 128, "hidden_size: 128, num_layers: 2, num_heads: 4", warmup=200, eval_tokens=65536,
+                     log_every=200, last=UNDECAYED),
+            lrs=(0.001, 0.003), rows=1024,
         ),
     },
-    probes=(Wrong("wrong answers", lengths=(1.0, 2.0, 4.0)),),
+    probes=(Wrong(WRONG, lengths=(1.0, 2.0, 4.0)),),
     expectations=(
-        Expectation(
-            "With beta to 2 the delta rule keeps parity, on rows four times as long, too (under 1% wrong).",
-            PAPER,
-            All((AtMost(Value("deltanet, beta to 2", "wrong answers"), 0.01),
-                 AtMost(Value("gated_deltanet, beta to 2", "wrong answers"), 0.01))),
-        ),
-        Expectation(
-            "With beta to 1 it does not (over 10% wrong on longer rows).",
-            PAPER,
-            All((AtLeast(Value("deltanet, beta to 1", "wrong answers"), 0.1),
-                 AtLeast(Value("gated_deltanet, beta to 1", "wrong answers"), 0.1))),
-        ),
-        Expectation(
-            "Nor does Mamba-2, whose gates are positive.", PAPER, AtLeast(Value("mamba2", "wrong answers"), 0.1)
-        ),
+        Expectation("With beta to 2 the delta rule keeps parity, on rows four times as long, too (under 1% wrong).",
+                    PAPER, at_most(0.01, WRONG, "deltanet, beta to 2", "gated_deltanet, beta to 2")),
+        Expectation("With beta to 1 it does not (over 10% wrong on longer rows).", PAPER,
+                    at_least(0.1, WRONG, "deltanet, beta to 1", "gated_deltanet, beta to 1")),
+        Expectation("Nor does Mamba-2, whose gates are positive.", PAPER, at_least(0.1, WRONG, "mamba2")),
         Expectation(
             "Nor does softmax attention with RoPE or a forget gate.",
             "Hahn, Theoretical Limitations of Self-Attention in Neural Sequence Models (2020); Grazzi et al. (2025), "
             "the experiments on parity, for a Transformer",
-            All((AtLeast(Value("rope", "wrong answers"), 0.1), AtLeast(Value("fox", "wrong answers"), 0.1))),
+            at_least(0.1, WRONG, "rope", "fox"),
         ),
     ),
     measured=(

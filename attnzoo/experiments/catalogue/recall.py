@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
+from attnzoo.experiments.claims import at_most, below
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size, training
 from attnzoo.experiments.probes import Wrong
 
 PAPER = "Arora et al., Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff (2024), Figure 2"
@@ -22,10 +22,6 @@ def name_of(variant: str, channels: int) -> str:
     return f"{variant}, K = {channels}"
 
 
-def wrong(variant: str, channels: int) -> Value:
-    return Value(name_of(variant, channels), WRONG)
-
-
 EXPERIMENT = Experiment(
     title="Recall by the size of the state",
     question=(
@@ -42,34 +38,27 @@ EXPERIMENT = Experiment(
     options={"block": "pro"},
     sizes={
         "cpu": Size(
-            settings=(
-                "data.task_options={vocab_size: 64, pairs: 16}", "steps=500", "batch_size=32", "data.context_length=64",
-                "log_every=100", "eval_tokens=8192", "model={hidden_size: 64, num_layers: 1, num_heads: 2}",
-                "optimizer.warmup_steps=50",
-            ),
+            training(500, 32, 64, "hidden_size: 64, num_layers: 1, num_heads: 2", warmup=50, eval_tokens=8192,
+                     first=("data.task_options={vocab_size: 64, pairs: 16}",)),
             lrs=(0.0015, 0.003),
         ),
         "gpu": Size(
-            settings=(
-                "data.task_options={vocab_size: 1024, pairs: 32}", "steps=1500", "batch_size=128",
-                "data.context_length=128", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
-            ),
-            lrs=(0.0015, 0.003),
-            rows=1024,
+            training(1500, 128, 128, "hidden_size: 128, num_layers: 1, num_heads: 2", warmup=200, eval_tokens=65536,
+                     log_every=200, first=("data.task_options={vocab_size: 1024, pairs: 32}",)),
+            lrs=(0.0015, 0.003), rows=1024,
         ),
     },
     probes=(Wrong(WRONG),),
     expectations=(
         Expectation("The softmax side solves it with the largest heads (under 1% wrong).", ZOOLOGY,
-                    All((AtMost(wrong("nope", 16), 0.01), AtMost(wrong("fox", 16), 0.01)))),
+                    at_most(0.01, WRONG, "nope, K = 16", "fox, K = 16")),
         Expectation("A larger state recalls more: K = 16 against K = 8 of every recurrence.", PAPER,
-                    All(tuple(Below(wrong(variant, 16), wrong(variant, 8)) for variant in LINEAR))),
+                    below(WRONG, *((name_of(variant, 16), name_of(variant, 8)) for variant in LINEAR))),
         Expectation("With the same small state the delta rule recalls more than a sum of all values.",
                     "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021)",
-                    Below(wrong("deltanet", 8), wrong("linear_attention", 8))),
+                    below(WRONG, ("deltanet, K = 8", "linear_attention, K = 8"))),
         Expectation("At equal heads FoX recalls more than Mamba-2.", ZOOLOGY,
-                    Below(wrong("fox", 8), wrong("mamba2", 8))),
+                    below(WRONG, ("fox, K = 8", "mamba2, K = 8"))),
     ),
     grids=tuple(
         Grid(f"wrong answers, {side} side", variants, tuple(f"K = {K}" for K in CHANNELS),

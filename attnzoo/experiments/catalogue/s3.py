@@ -1,7 +1,7 @@
 """Products of permutations of three things."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.claims import at_least, at_most
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size, arms_of, training
 from attnzoo.experiments.probes import Wrong
 
 GRAZZI = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025)"
@@ -22,53 +22,36 @@ EXPERIMENT = Experiment(
         Arm("2 factors, beta to 1", "deltanet", {"num_householder": 2}),
         Arm("path", "path", {"w_conv_size": 0}),
         Arm("path, 2 factors", "path", {"w_conv_size": 0, "num_householder": 2}),
-        Arm("rope", "rope"),
-        Arm("fox", "fox"),
+        *arms_of("rope", "fox"),
     ),
     settings=("data.source=task:word_problem", "data.task_options.group=S3", "optimizer.weight_decay=0.0"),
     options={"conv_size": 0},
     sizes={
         "cpu": Size(
-            settings=(
-                "steps=1000", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=8192",
-                "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
-            ),
+            training(1000, 32, 16, "hidden_size: 32, num_layers: 1, num_heads: 2", warmup=100, eval_tokens=8192),
             lrs=(0.003, 0.01),
         ),
         "gpu": Size(
-            settings=(
-                "steps=1000", "batch_size=128", "data.context_length=128", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=100",
-            ),
-            lrs=(0.002, 0.005),
-            rows=1024,
+            training(1000, 128, 128, "hidden_size: 128, num_layers: 1, num_heads: 4", warmup=100, eval_tokens=65536,
+                     log_every=200),
+            lrs=(0.002, 0.005), rows=1024,
         ),
     },
     probes=(Wrong(WRONG, lengths=(1.0, 2.0, 4.0)),),
     expectations=(
-        Expectation(
-            "Two factors with beta to 2 solve S3 in one layer on rows as long as in training (under 1% wrong).",
-            SIEMS,
-            AtMost(Value("2 factors, beta to 2", WRONG, 1.0), 0.01),
-        ),
-        Expectation(
-            "They solve it on rows four times as long, too.", SIEMS, AtMost(Value("2 factors, beta to 2", WRONG), 0.01)
-        ),
-        Expectation(
-            "Beta to 1 does not, with one factor or two (over 10% wrong on longer rows).",
-            GRAZZI,
-            All((AtLeast(Value("delta, beta to 1", WRONG), 0.1), AtLeast(Value("2 factors, beta to 1", WRONG), 0.1))),
-        ),
-        Expectation(
-            "One factor with beta to 2 does not in one layer: a turn is two reflections.",
-            SIEMS,
-            AtLeast(Value("delta, beta to 2", WRONG), 0.1),
-        ),
+        Expectation("Two factors with beta to 2 solve S3 in one layer on rows as long as in training (under 1% wrong).",
+                    SIEMS, at_most(0.01, WRONG, "2 factors, beta to 2", at=1.0)),
+        Expectation("They solve it on rows four times as long, too.", SIEMS,
+                    at_most(0.01, WRONG, "2 factors, beta to 2")),
+        Expectation("Beta to 1 does not, with one factor or two (over 10% wrong on longer rows).", GRAZZI,
+                    at_least(0.1, WRONG, "delta, beta to 1", "2 factors, beta to 1")),
+        Expectation("One factor with beta to 2 does not in one layer: a turn is two reflections.", SIEMS,
+                    at_least(0.1, WRONG, "delta, beta to 2")),
         Expectation(
             "Attention with RoPE or a forget gate does not.",
             "Merrill and Sabharwal, The Parallelism Tradeoff (2023), of length that grows; Grazzi et al. (2025), "
             "for a Transformer",
-            All((AtLeast(Value("rope", WRONG), 0.1), AtLeast(Value("fox", WRONG), 0.1))),
+            at_least(0.1, WRONG, "rope", "fox"),
         ),
     ),
     measured=(
