@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -104,10 +105,7 @@ def fox(**options: Any) -> None:
     Beside SDPA, flash-linear-attention, FlexAttention, flash-sparse-attn and the official kernel. Each contender is
     checked against float64 before it is timed.
     """
-    _need_gpu("fox")
-    from attnzoo.benchmarks.fox import run
-
-    run(**options)
+    _run_on_gpu("fox", options)
 
 
 @bench.command()
@@ -124,10 +122,7 @@ def path(**options: Any) -> None:
     PaTH and PaTH-FoX beside FoX and flash-linear-attention. Each contender is checked against float64 before it
     is timed.
     """
-    _need_gpu("path")
-    from attnzoo.benchmarks.path import run
-
-    run(**options)
+    _run_on_gpu("path", options)
 
 
 @bench.command()
@@ -142,10 +137,7 @@ def wall(**options: Any) -> None:
     Wall beside FoX without a gate and flash-linear-attention. Each contender is checked against float64 before it
     is timed.
     """
-    _need_gpu("wall")
-    from attnzoo.benchmarks.wall import run
-
-    run(**options)
+    _run_on_gpu("wall", options)
 
 
 @bench.command()
@@ -160,10 +152,7 @@ def layers(**options: Any) -> None:
     Every recurrence beside its dual. Each layer is checked against itself in float64 before it is timed, and the form
     that serves it is named.
     """
-    _need_gpu("layers")
-    from attnzoo.benchmarks.layers import run
-
-    run(**options)
+    _run_on_gpu("layers", options)
 
 
 @bench.command()
@@ -175,10 +164,7 @@ def decode(**options: Any) -> None:
 
     Beside SDPA, flash-linear-attention and the official kernel, each checked against float64 before it is timed.
     """
-    _need_gpu("decode")
-    from attnzoo.benchmarks.decode import run
-
-    run(**options)
+    _run_on_gpu("decode", options)
 
 
 @bench.command()
@@ -191,10 +177,7 @@ def context(**options: Any) -> None:
 
     Forward and backward beside one GPU, and the bytes that cross. Start it with torchrun, a process for each GPU.
     """
-    _need_gpu("context")
-    from attnzoo.benchmarks.context import run
-
-    run(**options)
+    _run_on_gpu("context", options)
 
 
 @bench.command()
@@ -208,10 +191,7 @@ def generate(**options: Any) -> None:
 
     FoX with and without eviction, RoPE, PaTH-FoX, Mamba-2, Gated DeltaNet, and the Llama of transformers.
     """
-    _need_gpu("generate")
-    from attnzoo.benchmarks.generate import run
-
-    run(**options)
+    _run_on_gpu("generate", options)
 
 
 @bench.command()
@@ -280,6 +260,12 @@ def cpu(**options: Any) -> None:
     from attnzoo.benchmarks.cpu import run
 
     run(**options)
+
+
+def _run_on_gpu(command: str, options: dict[str, Any]) -> None:
+    """Run the benchmark of a command's name."""
+    _need_gpu(command)
+    importlib.import_module(f"attnzoo.benchmarks.{command}").run(**options)
 
 
 def _need_gpu(command: str, instead: str = "; `attnzoo bench cpu` needs none", triton: bool = True) -> None:

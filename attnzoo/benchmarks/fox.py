@@ -233,26 +233,27 @@ def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[s
     return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
 
 
-def measure(
-    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None,
-    kv_heads: int | None, keep: Callable[[Result], None],
-) -> Result:  # fmt: skip
-    """The machine, the errors, and a row of times for each contender and shape.
+def run(
+    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None,
+    plot: bool, kv_heads: int | None = None,
+) -> None:  # fmt: skip
+    """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``.
 
     Args:
-        shapes: (B, H, T, K) each.
+        out: an existing folder, or one to make.
+        shapes: (B, H, T, K) each; empty for the usual ones.
         only: beginnings of the names of contenders; empty for all.
         rep: milliseconds of measuring for each time.
         seconds: time after which no further contender is started.
         official: file of the authors' kernel; None: without it.
+        plot: whether times by context length are measured and drawn too.
         kv_heads: heads of k and v; None: as many as query heads.
-        keep: called with the result so far after each measurement.
 
     Raises:
         ValueError: heads that cannot share ``kv_heads`` evenly; an unknown contender.
     """
     found, missing = contenders(official)
-    peers = chosen(found, only)
+    peers, keep = chosen(found, only), keeper(out, table)
     result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
     print(*not_measured(missing), sep="\n", flush=True)
@@ -282,10 +283,15 @@ def measure(
         }
 
     race(
-        result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times, keep=keep,
-        kv_heads=kv_heads,
+        result, peers, shapes or SHAPES, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times,
+        keep=keep, kv_heads=kv_heads,
     )  # fmt: skip
-    return result
+    save(out, result, table(result))
+    if plot:
+        result["lengths"] = lengths(seconds, official, {row["name"] for row in result["rows"]})
+        save(out, result, table(result))
+        draw_lengths(result, out)
+    print(table(result))
 
 
 def table(result: Result) -> str:
@@ -352,23 +358,3 @@ def draw_lengths(result: Result, out: Path) -> None:
     )
     ax.legend(fontsize=8)
     fig.savefig(out / "plot.svg", bbox_inches="tight")
-
-
-def run(
-    out: Path,
-    shapes: Sequence[tuple[int, ...]],
-    only: Sequence[str],
-    rep: int,
-    seconds: float,
-    official: Path | None,
-    plot: bool,
-    kv_heads: int | None = None,
-) -> None:
-    """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, official, kv_heads, keeper(out, table))
-    save(out, result, table(result))
-    if plot:
-        result["lengths"] = lengths(seconds, official, {row["name"] for row in result["rows"]})
-        save(out, result, table(result))
-        draw_lengths(result, out)
-    print(table(result))

@@ -32,11 +32,11 @@ from attnzoo.benchmarks.measure import (
     Result,
     chosen,
     describe_versions,
+    finish,
     keeper,
     load_peer,
     markdown_table,
     not_measured,
-    save,
 )
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
@@ -315,5 +315,4 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
             torch.compiler.reset()  # drop the compiled code of the last measurement
     order = {cell: n for n, cell in enumerate(cells)}
     result["rows"].sort(key=lambda row: order[row["batch"], row["tokens"]])
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

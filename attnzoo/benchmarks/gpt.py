@@ -31,7 +31,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo import build_attention
-from attnzoo.benchmarks.measure import Result, chosen, describe_versions, keeper, markdown_table, not_measured, save
+from attnzoo.benchmarks.measure import (
+    Result,
+    chosen,
+    describe_versions,
+    finish,
+    headline,
+    keeper,
+    markdown_table,
+    not_measured,
+)
 from attnzoo.experiments.processes import run_tasks
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.registry import get, list_variants
@@ -331,14 +340,12 @@ def _ran(
 
 def table(result: Result) -> str:
     """The result as Markdown: a row per contender, with its speed beside PyTorch's attention in the same mode."""
-    m, sizes = result["machine"], GPTSizes(**result["sizes"])
+    sizes = GPTSizes(**result["sizes"])
     rows = {(row["name"], row["mode"]): row for row in result["rows"]}
-    lines = [
-        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; {result['device']}, "
-        f"autocast to bfloat16; {sizes.layers} blocks of {sizes.hidden} channels and {sizes.heads} heads, "
-        f"{sizes.batch} sequences of {sizes.context} tokens; median of {result['steps']} steps.",
-        "",
-    ]
+    how = (
+        f"{result['device']}, autocast to bfloat16; {sizes.layers} blocks of {sizes.hidden} channels and {sizes.heads} "
+        f"heads, {sizes.batch} sequences of {sizes.context} tokens; median of {result['steps']} steps."
+    )
     columns, modes = ["attention"], [name for name in MODES if name in {mode for _, mode in rows}]
     for mode in modes:
         columns += [f"{mode}: tokens/s", "of SDPA's", "first step s", "GiB"]
@@ -355,7 +362,8 @@ def table(result: Result) -> str:
             peak = "-" if row["peak_GiB"] is None else f"{row['peak_GiB']:.1f}"
             line += [f"{row['tokens_per_second']:,}", ratio, f"{row['first_s']:.1f}", peak]
         cells.append(line)
-    return "\n".join([*lines, *markdown_table(columns, cells), "", *not_measured(result["missing"])]) + "\n"
+    lines = [headline(result, how), "", *markdown_table(columns, cells), "", *not_measured(result["missing"])]
+    return "\n".join(lines) + "\n"
 
 
 def begun(out: Path, result: Result) -> list[Result]:
@@ -388,5 +396,4 @@ def run(
     result: Result = {"machine": describe_versions(), "device": device, "sizes": vars(sizes), "steps": steps}
     result |= {"rows": begun(out, result) if resume else [], "missing": []}
     measure(peers, result, seconds, keeper(out, table))
-    save(out, result, table(result))
-    print(table(result))
+    finish(out, result, table)

@@ -28,6 +28,7 @@ from attnzoo.benchmarks.measure import (
     finish,
     headline,
     keeper,
+    markdown_table,
     measured,
     not_measured,
     race,
@@ -136,25 +137,20 @@ def table(result: Result) -> str:
     def cells(row: dict[str, Any] | None) -> list[str]:
         return [row["form"], f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}"] if row else ["-", "-", "-"]
 
+    times = ("form", "forward ms", "both ms")
+    columns = ("linear side", *times, "softmax side", *times, "with ACP", "both: softmax / linear")
     for shape, rows in shapes.items():
-        lines += [
-            f"### (B, H, T, K) = {shape}",
-            "",
-            "| linear side | form | forward ms | both ms | softmax side | form | forward ms | both ms | with ACP "
-            "| both: softmax / linear |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+        every = []
         for pair in pairs():
             linear, softmax, pruned = (rows.get(n) for n in (pair.linear, pair.softmax, f"{pair.softmax} + ACP"))
             if linear or softmax or pruned:
                 ratio = f"{softmax['both_ms'] / linear['both_ms']:.2f}" if linear and softmax else "-"
-                sides = [pair.linear, *cells(linear), pair.softmax, *cells(softmax), cells(pruned)[2], ratio]
-                lines.append(f"| {' | '.join(sides)} |")
-        lines.append("")
+                every.append([pair.linear, *cells(linear), pair.softmax, *cells(softmax), cells(pruned)[2], ratio])
+        lines += [f"### (B, H, T, K) = {shape}", "", *markdown_table(columns, every), ""]
     lines += not_measured(missing := result.get("missing", []))
     wrong = [f"{e['name']} ({n} {e[n]})" for e in result["errors"] for n in ERRORS if not float(e[n]) <= 1]
-    every = "Every layer that was checked" if missing else "Every layer"
-    lines.append(f"Not right, and not timed: {', '.join(wrong)}." if wrong else f"{every} was within its error.")
+    which = "Every layer that was checked" if missing else "Every layer"
+    lines.append(f"Not right, and not timed: {', '.join(wrong)}." if wrong else f"{which} was within its error.")
     return "\n".join(lines) + "\n"
 
 

@@ -142,17 +142,16 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def measure(
-    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool,
-    kv_heads: int | None, keep: Callable[[Result], None],
-) -> Result:  # fmt: skip
-    """The machine, the errors, and a row of times and memory per contender and shape; with ``decode`` also cached
-    steps.
+def run(
+    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool,
+    kv_heads: int | None = None,
+) -> None:  # fmt: skip
+    """Measure, with ``decode`` cached steps too, print the table, and write results.json and results.md to ``out``.
 
-    Args, and what is raised: as of :func:`attnzoo.benchmarks.fox.measure`.
+    Args, and what is raised: as of :func:`attnzoo.benchmarks.fox.run`.
     """
     found, missing = contenders()
-    peers = chosen(found, only)
+    peers, keep = chosen(found, only), keeper(out, table)
     result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "decode": []}
     print(result, flush=True)
@@ -161,20 +160,17 @@ def measure(
         share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
         return {"kept": round(share.mean().item(), 4)}
 
-    def times(peer: Contender, x: Inputs) -> Result:
-        return time_and_memory(peer, x, rep)
-
     limits = dict.fromkeys(ERRORS, LIMIT)
     whole = race(
-        result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times, keep=keep,
-        kv_heads=kv_heads,
+        result, peers, shapes or SHAPES, seconds, draw=draw, errors=errors, limits=limits, common=kept,
+        times=lambda peer, x: time_and_memory(peer, x, rep), keep=keep, kv_heads=kv_heads,
     )  # fmt: skip
     for shape in DECODE if decode and whole else ():
         result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
         keep(result)
         torch.cuda.empty_cache()
-    return result
+    finish(out, result, table)
 
 
 def table(result: Result) -> str:
@@ -202,17 +198,3 @@ def table(result: Result) -> str:
             "",
         ]
     return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
-
-
-def run(
-    out: Path,
-    shapes: Sequence[tuple[int, ...]],
-    only: Sequence[str],
-    rep: int,
-    seconds: float,
-    decode: bool,
-    kv_heads: int | None = None,
-) -> None:
-    """Measure, print the table, and write results.json and results.md to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, decode, kv_heads, keeper(out, table))
-    finish(out, result, table)

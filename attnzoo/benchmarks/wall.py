@@ -77,23 +77,21 @@ def errors(peer: Contender, x: Inputs) -> dict[str, float]:
     return compare(peer, x, exact)
 
 
-def measure(
-    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, keep: Callable[[Result], None]
-) -> Result:
-    """The machine, the errors, and a row of times and memory for each contender and shape.
+def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``.
 
-    Args: as of :func:`attnzoo.benchmarks.fox.measure`.
+    Args: as of :func:`attnzoo.benchmarks.fox.run`.
     """
     found, missing = contenders()
     result: Result = {"machine": describe_versions(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "all_tiles": fla_tuning.all_tiles()}
     print(result, flush=True)
     race(
-        result, chosen(found, only), shapes, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),
+        result, chosen(found, only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),
         errors=lambda peer, K: errors(peer, draw(1, 4, 2048, K)), common=lambda x: {},
-        times=lambda peer, x: time_and_memory(peer, x, rep), keep=keep,
+        times=lambda peer, x: time_and_memory(peer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
-    return result
+    finish(out, result, table)
 
 
 def table(result: Result) -> str:
@@ -109,9 +107,3 @@ def table(result: Result) -> str:
     columns = ("forward ms", "fwd+bwd ms", "times faster than FLA", "time / our FoX without a gate", "extra memory GiB")
     lines += shape_tables(result, columns, cells)
     return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
-
-
-def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
-    """Measure, print the table, and write results.json and results.md to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, keeper(out, table))
-    finish(out, result, table)

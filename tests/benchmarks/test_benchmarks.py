@@ -102,7 +102,7 @@ def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, m
     assert f"| fox | {rows['fox']['tokens_per_second']:,} | " in (tmp_path / "speed/results.md").read_text()
     monkeypatch.setattr(gpt, "times", lambda contender, *_: {**rows["fox"], "name": contender.name, "ms": -1.0})
     result["rows"] = [row for row in result["rows"] if row["name"] != "gla"]
-    gpt.save(Path("speed"), result, gpt.table(result))
+    measure.save(Path("speed"), result, gpt.table(result))
     assert run("gpt", *words, "--resume").exit_code == 0
     again = json.loads((tmp_path / "speed/results.json").read_text())["rows"]
     assert sorted(row["name"] for row in again if row["ms"] < 0) == ["FLA's fox, TileLang", "FLA's fox, Triton", "gla"]

@@ -183,7 +183,8 @@ def test_the_plot_shows_what_was_asked_for_and_is_right(tmp_path: Path, monkeypa
     peers = [attention.Contender(name, lambda x: x.q) for name in ("ours", "official", "FLA")]
     pictured: list[dict[str, Any]] = []
     fakes: dict[str, Any] = {
-        "measure": lambda *given: {"rows": [{"name": "ours", "K": 64}]},
+        "ceiling": lambda: 1.0,
+        "race": lambda result, *given, **options: result.update(rows=[{"name": "ours", "K": 64}]),
         "contenders": lambda official: (peers, []),
         "draw": lambda *shape: None,
         "time_peer": lambda peer, x, rep: (1.0, 2.0),
