@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from quoted import outcome
 
+from attnzoo.benchmarks.measure import markdown_table
 from attnzoo.experiments.catalogue import pairs
 from attnzoo.experiments.catalogue.factorial import GATES, LINEAR, SOFTMAX
 from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, quiet
-from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.outcome import Outcome
 from attnzoo.experiments.statistics import correlation
 
 GATE_COLORS = {
@@ -28,14 +29,14 @@ GATE_COLORS = {
 WIDTH, SIDE, LEFT, BETWEEN, BELOW, ABOVE = 680, 196, 46, 16, 86, 24  # points
 
 
-def measured(results: Path) -> list[tuple[int, int, Outcome]]:
+def measured() -> list[tuple[int, int, Outcome]]:
     """Tokens of a run, hidden size and outcome of every size that is recorded, sorted by both numbers."""
     sizes = []
     for each in find("factorial").measured:
-        outcome = load_outcome(results / each.result)
-        settings = yaml.safe_load(outcome.settings)
+        found = outcome("factorial", each.size)
+        settings = yaml.safe_load(found.settings)
         tokens = settings["steps"] * settings["batch_size"] * settings["data"]["context_length"]
-        sizes.append((tokens, settings["model"]["hidden_size"], outcome))
+        sizes.append((tokens, settings["model"]["hidden_size"], found))
     return sorted(sizes, key=lambda size: size[:2])
 
 
@@ -45,22 +46,22 @@ def claim() -> Correlated:
     return found
 
 
-def both_sides(results: Path) -> Figure:
+def both_sides() -> Figure:
     """A panel for each size of the shortest training; one legend, since a pair looks the same in all of them."""
-    sizes, asked, height = measured(results), claim(), BELOW + SIDE + ABOVE
-    outcomes = [(hidden_size, outcome) for tokens, hidden_size, outcome in sizes if tokens == sizes[0][0]]
+    sizes, asked, height = measured(), claim(), BELOW + SIDE + ABOVE
+    outcomes = [(hidden_size, found) for tokens, hidden_size, found in sizes if tokens == sizes[0][0]]
     gates = {(a.name, b.name): (gate, rule) for gate in GATES
              for rule, (a, b) in enumerate(zip(LINEAR[gate], SOFTMAX[gate], strict=True))}  # fmt: skip
     figure, first, handles = Figure(figsize=(WIDTH / 72, height / 72)), None, {}
-    for number, (hidden_size, outcome) in enumerate(outcomes):
+    for number, (hidden_size, found) in enumerate(outcomes):
         left = LEFT + number * (SIDE + BETWEEN)
         box = (left / WIDTH, BELOW / height, SIDE / WIDTH, SIDE / height)
         axes = figure.add_axes(box, sharex=first, sharey=first)
-        for pair, x, y in zip(asked.pairs, *asked.gains(outcome.values), strict=True):
+        for pair, x, y in zip(asked.pairs, *asked.gains(found.values), strict=True):
             gate, rule = gates[pair]
             label = " | ".join(pair)
             handles[label] = _dot(axes, x, y, GATE_COLORS[gate], "D" if rule else "o")
-        r, p = correlation(*(gains.mean(1) for gains in asked.gains(outcome.values)), asked.parts)
+        r, p = correlation(*(gains.mean(1) for gains in asked.gains(found.values)), asked.parts)
         axes.set_title(f"{hidden_size} channels: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK)
         axes.tick_params(labelleft=number == 0)
         first = first or axes
@@ -92,57 +93,51 @@ def _frame(axes: Axes) -> None:
     axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
 
 
-def table(results: Path) -> str:
+def table() -> str:
     """Held-out loss of every model and size, with standard errors, in Markdown."""
-    sizes = measured(results)
-    shortest, outcomes = sizes[0][0], [outcome for *_, outcome in sizes]
+    sizes = measured()
+    shortest, outcomes = sizes[0][0], [found for *_, found in sizes]
     words = [f"{size}" if tokens == shortest else f"{size}, {tokens / 1e6:.1f} MB" for tokens, size, _ in sizes]
     titles = [f"{word}: {side}" for word in words for side in ("linear", "softmax")]
-    lines = ["| gate | delta rule | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(titles)]
+    rows = []
     for rule, word in enumerate(("no", "yes")):
         for gate in GATES:
             arms = (LINEAR[gate][rule].name, SOFTMAX[gate][rule].name)
-            cells = [_cell(outcome, arm) for outcome in outcomes for arm in arms]
-            lines.append(f"| {gate} | {word} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append([gate, word, *(_cell(found, arm) for found in outcomes for arm in arms)])
+    return "\n".join(markdown_table(["gate", "delta rule", *titles], rows))
 
 
-def gates_table(results: Path) -> str:
+def gates_table() -> str:
     """Held-out loss of every seed by where the gates begin, after the longest training, in Markdown."""
-    experiment = find("open_gates")
-    [recorded], [grid] = [each for each in experiment.measured if each.size == "gpu"], experiment.grids
-    outcome = load_outcome(results / recorded.result)
-    lines = [f"| | {' | '.join(grid.columns)} |", "|---" * (1 + len(grid.columns)) + "|"]
+    values, [grid] = outcome("open_gates", "gpu").values, find("open_gates").grids
+    rows = []
     for row, arms in zip(grid.rows, grid.arms, strict=True):
-        seeds = [sorted(outcome.values(Value(arm, grid.probe))) if arm else [] for arm in arms]
-        cells = [", ".join(f"{x:.2f}" for x in values) for values in seeds]
-        lines.append(f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+        seeds = [sorted(values(Value(arm, grid.probe))) if arm else [] for arm in arms]
+        rows.append([row, *(", ".join(f"{x:.2f}" for x in of_arm) for of_arm in seeds)])
+    return "\n".join(markdown_table(["", *grid.columns], rows))
 
 
-def pairs_table(results: Path) -> str:
+def pairs_table() -> str:
     """Losses and gains of every pair, with the gates of the papers and with open ones, in Markdown."""
-    [recorded] = [each for each in find("pairs").measured if each.size == "gpu"]
-    outcome = load_outcome(results / recorded.result)
+    found = outcome("pairs", "gpu")
     plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS]
     begun = [tuple(map(pairs.begun_open, pair)) for pair in plain]
-    rows = [pairs.BASES, *plain, *(pair for pair in begun if pair not in plain)]
-    columns = ("loss", "gain", "a text read again", "loss at 8 contexts")
-    lines = [f"| linear, softmax | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for pair in rows:
+    columns = ("linear, softmax", "loss", "gain", "a text read again", "loss at 8 contexts")
+    rows = []
+    for pair in [pairs.BASES, *plain, *(pair for pair in begun if pair not in plain)]:
         gains = [
-            outcome.values(Value(base, "loss")).mean() - outcome.values(Value(arm, "loss")).mean()
+            found.values(Value(base, "loss")).mean() - found.values(Value(arm, "loss")).mean()
             for base, arm in zip(pairs.BASES, pair, strict=True)
         ]
         far, again = Value("", "L(i)", 8.0), Value("", "loss of a text read again", 1.0)
-        means = [[outcome.values(replace(value, arm=arm)).mean() for arm in pair] for value in (again, far)]
+        means = [[found.values(replace(value, arm=arm)).mean() for arm in pair] for value in (again, far)]
         cells = [
-            " / ".join(_cell(outcome, arm) for arm in pair),
+            " / ".join(_cell(found, arm) for arm in pair),
             *(" / ".join(f"{x:.2f}" for x in numbers) for numbers in (gains, *means)),
         ]
         cells[1] = "" if pair == pairs.BASES else cells[1]
-        lines.append(f"| {' / '.join(pair)} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+        rows.append([" / ".join(pair), *cells])
+    return "\n".join(markdown_table(columns, rows))
 
 
 def _cell(outcome: Outcome, arm: str) -> str:

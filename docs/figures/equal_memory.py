@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from quoted import outcome
 
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.figures import INK, MUTED, quiet
-from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.report.outcome_figures import overlaid
 from attnzoo.experiments.run_figures import Overlaid
 
@@ -26,20 +24,18 @@ TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # nats
 WIDTH, HEIGHT, LEFT, BETWEEN, BELOW, ABOVE, LEGEND = 680, 560, 62, 22, 34, 24, 62  # points
 
 
-def equal_memory(results: Path) -> Figure:
+def equal_memory() -> Figure:
     """Rows: loss on text, retrieval. Columns: RoPE, FoX. One legend, since a rule looks the same in all panels."""
     figure, handles = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), {}
     width, height = (WIDTH - LEFT - BETWEEN - 8) / 2, (HEIGHT - LEGEND) / 2
     for row, (name, title) in enumerate(SHOWN.items()):
-        experiment = find(name)
-        [measured] = [measured for measured in experiment.measured if measured.size == SIZE]
-        outcome, first = load_outcome(results / measured.result), None
-        tokens = yaml.safe_load(outcome.settings)["data"]["context_length"]
+        found, first = outcome(name, SIZE), None
+        tokens = yaml.safe_load(found.settings)["data"]["context_length"]
         for column, model in enumerate(COLUMNS):
             left, bottom = LEFT + column * (width + BETWEEN), LEGEND + (1 - row) * height + BELOW
             box = (left / WIDTH, bottom / HEIGHT, width / WIDTH, (height - BELOW - ABOVE) / HEIGHT)
             axes = first = figure.add_axes(box, sharex=first, sharey=first)
-            picture = overlaid(experiment, column, outcome)
+            picture = overlaid(find(name), column, found)
             handles |= _draw(axes, picture)
             axes.set_xlabel(f"keys that a head holds, of {tokens}", loc="left")
             axes.set_title(f"{model}, {title}", loc="left", fontsize=10.5, color=INK)

@@ -2,62 +2,49 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import yaml
+from quoted import outcome
 
+from attnzoo.benchmarks.measure import markdown_table
 from attnzoo.experiments.claims import Value
-from attnzoo.experiments.experiment import find
-from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.outcome import Outcome
 
 RULES = "window", "sinks + window", "H2O", "SnapKV"
 LATER = "later use (looks ahead)"
-# Row, arm and probe, by experiment.
-ROWS = {
-    "needle_memory": (
-        ("RoPE: network of keys", "rope, key", "network"),
-        ("network of pairs", "rope, pair", "network"),
-        ("network with a dot product", "rope, attention", "network"),
-        ("decay per key", "rope, decay", "network"),
-        *((rule, "rope", rule) for rule in RULES),
-        (LATER, "rope", "later use"),
-        ("FoX: network of keys", "fox, key", "network"),
-        ("FoX: window", "fox", "window"),
-    ),
-    "learned_forgetting": (
-        ("RoPE: network of keys", "rope, key", "network"),
-        ("the same, learnt with a discount", "rope, discount", "network"),
-        ("network of pairs", "rope, pair", "network"),
-        ("network with a dot product", "rope, attention", "network"),
-        ("the same, learnt with a discount", "rope, attention, discount", "network"),
-        ("decay per key", "rope, decay", "network"),
-        *((rule, "rope", rule) for rule in RULES),
-        (LATER, "rope", "later use"),
-        ("FoX: network of keys", "fox, key", "network"),
-        ("FoX: window", "fox", "window"),
-    ),
-}
+DISCOUNTED = "the same, learnt with a discount"  # a row of one experiment alone
+ROWS = (  # row, arm and probe
+    ("RoPE: network of keys", "rope, key", "network"),
+    (DISCOUNTED, "rope, discount", "network"),
+    ("network of pairs", "rope, pair", "network"),
+    ("network with a dot product", "rope, attention", "network"),
+    (DISCOUNTED, "rope, attention, discount", "network"),
+    ("decay per key", "rope, decay", "network"),
+    *((rule, "rope", rule) for rule in RULES),
+    (LATER, "rope", "later use"),
+    ("FoX: network of keys", "fox, key", "network"),
+    ("FoX: window", "fox", "window"),
+)
 WRONG = "wrong, forgotten by itself"
 
 
-def table(results: Path, name: str, size: str) -> str:
+def table(name: str, size: str) -> str:
     """Means over the seeds of wrong answers in percent, or of nats added, by keys held; in Markdown."""
-    [measured] = [each for each in find(name).measured if each.size == size]
-    outcome = load_outcome(results / measured.result)
-    tokens = yaml.safe_load(outcome.settings)["data"]["context_length"]
+    found = outcome(name, size)
+    tokens = yaml.safe_load(found.settings)["data"]["context_length"]
     wrong = name == "needle_memory"
-    shares = sorted({x for run in outcome.runs for x in run.values["network"] if x < 1})
+    shares = sorted({x for run in found.runs for x in run.values["network"] if x < 1})
     titles = [f"keys held, of {tokens}", *(f"{x * tokens:g}" for x in shares), *["by itself (keys held)"] * wrong]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    for label, arm, probe in ROWS[name]:
-        means = [_mean(outcome, Value(arm, probe, x)) for x in shares]
+    rows = []
+    for label, arm, probe in (row for row in ROWS if not wrong or row[0] != DISCOUNTED):
+        means = [_mean(found, Value(arm, probe, x)) for x in shares]
         cells = [_percent(x) if wrong else f"{round(x, 3) + 0.0:.3f}" for x in means]
         if wrong and probe == "network":
-            held = _mean(outcome, Value(arm, "keys held by itself")) * tokens
-            cells.append(f"{_percent(_mean(outcome, Value(arm, WRONG)))} ({held:.0f})")
+            held = _mean(found, Value(arm, "keys held by itself")) * tokens
+            cells.append(f"{_percent(_mean(found, Value(arm, WRONG)))} ({held:.0f})")
         elif wrong:
             cells.append("")
-        lines.append(f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |"))
+        rows.append([label, *cells])
+    lines = markdown_table(titles, rows)
     lines[2] = lines[2].replace("% |", "% wrong |", 1) if wrong else lines[2]
     return "\n".join(lines)
 
@@ -83,13 +70,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def parts(results: Path) -> str:
+def parts() -> str:
     """Nats added to the loss with a sixteenth of the keys, by what is changed of a forget network, on text."""
-    sizes = {each.size: load_outcome(results / each.result) for each in find("forgetting_text").measured}
-    lines = ["| | 16 of 256 keys (CPU) | 256 of 4096 (GPU) |", "|---|---|---|"]
+    sizes = [outcome("forgetting_text", size) for size in ("cpu", "gpu")]
     rows = [(word, Value(arm, "network", 1 / 16)) for arm, word in PARTS.items()]
     rows += [(probe, Value("rope", probe, 1 / 16)) for probe in ("window", "later use")]
-    for word, value in rows:
-        cells = [f"{_mean(outcome, value):.3f}" for outcome in sizes.values()]
-        lines.append(f"| {word} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    cells = ([word, *(f"{_mean(found, value):.3f}" for found in sizes)] for word, value in rows)
+    return "\n".join(markdown_table(["", "16 of 256 keys (CPU)", "256 of 4096 (GPU)"], cells))

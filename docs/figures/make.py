@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
-from lattice import lattice
-from parts import parts
 from style import own_fonts, save
 
+SINGLE = {  # module and function of drawings of one figure, which is saved under the drawing's name
+    "generation": ("generation", "generation"),
+    "two-gpus": ("two_gpus", "two_gpus"),
+    "forgotten-words": ("forgotten", "forgotten_words"),
+    "token-loss": ("zoo", "token_loss"),
+    "decay-profiles": ("zoo", "decay_profiles"),
+    "lattice": ("lattice", "lattice"),
+    "parts": ("parts", "parts"),
+}
 
-def draw_lattice() -> None:
-    save("lattice", lattice)
-    save("parts", parts)
+
+def drawn(*names: str) -> Callable[[], None]:
+    """A function that draws figures of `SINGLE`."""
+
+    def draw() -> None:
+        for name in names:
+            module, function = SINGLE[name]
+            save(name, getattr(import_module(module), function))
+
+    return draw
+
+
+def called(module: str, function: str) -> Callable[[], None]:
+    """A function of a module that draws or writes by itself."""
+    return lambda: getattr(import_module(module), function)()
 
 
 def draw_schematics() -> None:
@@ -47,49 +67,12 @@ def draw_fox() -> None:
     save("kept-over-length", lambda theme: fox.kept_over_length(lengths, shares, theme))
 
 
-def draw_card() -> None:
-    from card import card
-
-    card()
-
-
-def draw_zoo() -> None:
-    import zoo
-
-    save("token-loss", zoo.token_loss)
-    save("decay-profiles", zoo.decay_profiles)
-
-
 def draw_path() -> None:
     import zoo
     from trained import cores, heldout, model_of, path_config
 
     layers = cores(model_of(path_config()), heldout(256))
     save("path-products", lambda theme: zoo.path_products(layers, zoo.extremes(layers), theme))
-
-
-def draw_generation() -> None:
-    from generation import generation
-
-    save("generation", generation)
-
-
-def draw_two_gpus() -> None:
-    from two_gpus import two_gpus
-
-    save("two-gpus", two_gpus)
-
-
-def draw_forgotten() -> None:
-    from forgotten import forgotten_words
-
-    save("forgotten-words", forgotten_words)
-
-
-def draw_results() -> None:
-    from results import results
-
-    results()
 
 
 def draw_explored() -> None:
@@ -99,24 +82,18 @@ def draw_explored() -> None:
     save_page_figure("explored", explored)
 
 
-def draw_tables() -> None:
-    from results import tables
-
-    tables()
-
-
 DRAWINGS: dict[str, Callable[[], None]] = {
-    "lattice": draw_lattice,
+    "lattice": drawn("lattice", "parts"),
     "schematics": draw_schematics,
     "fox": draw_fox,
-    "card": draw_card,
-    "generation": draw_generation,
-    "two-gpus": draw_two_gpus,
-    "forgotten": draw_forgotten,
+    "card": called("card", "card"),
+    "generation": drawn("generation"),
+    "two-gpus": drawn("two-gpus"),
+    "forgotten": drawn("forgotten-words"),
     "explored": draw_explored,
-    "results": draw_results,
-    "tables": draw_tables,
-    "zoo": draw_zoo,
+    "results": called("results", "results"),
+    "tables": called("results", "tables"),
+    "zoo": drawn("token-loss", "decay-profiles"),
     "path": draw_path,
 }
 TRAINED = ("fox", "path")

@@ -7,8 +7,7 @@ benches; fragments are zigzag.
 from __future__ import annotations
 
 import math
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -230,7 +229,7 @@ def bound(pruned: bool) -> float:
     return alone(131072, pruned) / work(131072, 2, "gather", pruned)
 
 
-def checked(_: Path) -> str:
+def checked() -> str:
     """Table of the measured exchanges of two GPUs beside the model."""
     titles = ["tokens", "transport", "one GPU, ms", "two, ms", "gain", "model, links alone", "model, today's handling"]
     rows = []
@@ -244,7 +243,7 @@ def checked(_: Path) -> str:
     return markdown(titles, rows)
 
 
-def gains(_: Path, *, today: bool = True) -> str:
+def gains(*, today: bool = True) -> str:
     """Table of how many times as fast as one GPU so many are."""
     ways = [("gather", False), ("heads", False), ("gather", True), ("heads", True), ("pruned", True), ("mixed", True)]
     if not today:
@@ -267,7 +266,7 @@ def _cell(value: float | None, best: float) -> str:
     return f"**{shown}**" if value == best else shown
 
 
-def exchanged(_: Path) -> str:
+def exchanged() -> str:
     """Table of what the busiest rank gets of others forward, and what it takes on the links forward + backward."""
     ways = ("gather", "heads", "pruned", "mixed")
     rows = []
@@ -283,6 +282,6 @@ def exchanged(_: Path) -> str:
 TABLES = {
     "two GPUs": checked,
     "gains today": gains,
-    "gains of links": lambda folder: gains(folder, today=False),
+    "gains of links": partial(gains, today=False),
     "links": exchanged,
 }

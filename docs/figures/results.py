@@ -16,10 +16,11 @@ import speeds
 import style
 from equal_memory import equal_memory
 from matplotlib.figure import Figure
+from quoted import outcome
 
-from attnzoo.experiments.experiment import Experiment, Measured, find, names
+from attnzoo.benchmarks.measure import markdown_table
+from attnzoo.experiments.experiment import Measured, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
-from attnzoo.experiments.outcome import Outcome, load_outcome
 from attnzoo.experiments.report.outcome_figures import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -77,12 +78,11 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
-    save("equal-memory", partial(equal_memory, RESULTS))
-    save("both-sides", partial(both_sides.both_sides, RESULTS))
+    save("equal-memory", equal_memory)
+    save("both-sides", both_sides.both_sides)
     for name in names():
         for measured in find(name).measured:
-            outcome = load_outcome(RESULTS / measured.result)
-            save(drawing(name, measured), partial(_picture, find(name), outcome))
+            save(drawing(name, measured), partial(_picture, name, measured.size))
     tables()
 
 
@@ -113,12 +113,15 @@ def with_claims(page: str) -> str:
 
 def claims(experiments: tuple[str, ...]) -> str:
     """A table of the claims of some experiments: what, whose, and what became of it on a CPU and on a GPU."""
-    lines = ["| claim | source | CPU | GPU |", "|---|---|---|---|"]
+    rows = []
     for name in experiments:
         experiment = find(name)
         waiting = "" if experiment.measured else "not yet run"
-        lines.append(f"| **{experiment.title}** (`{name}`) | | {waiting} | {waiting} |")
-        found = [(each, dict(_verdicts(experiment, each))) for each in experiment.measured]
+        rows.append([f"**{experiment.title}** (`{name}`)", "", waiting, waiting])
+        found = [
+            (each, {given.text: verdict.word for given, verdict in outcome(name, each.size).verdicts(experiment)})
+            for each in experiment.measured
+        ]
         for expectation in experiment.expectations:
             cells = {
                 side: ", ".join(
@@ -128,13 +131,8 @@ def claims(experiments: tuple[str, ...]) -> str:
                 )
                 for side in ("cpu", "gpu")
             }
-            lines.append(f"| {expectation.text} | {expectation.source} | {cells['cpu']} | {cells['gpu']} |")
-    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
-
-
-def _verdicts(experiment: Experiment, measured: Measured) -> list[tuple[str, str]]:
-    outcome = load_outcome(RESULTS / measured.result)
-    return [(each.text, verdict.word) for each, verdict in outcome.verdicts(experiment)]
+            rows.append([expectation.text, expectation.source, *cells.values()])
+    return "\n".join(markdown_table(["claim", "source", "CPU", "GPU"], rows))
 
 
 def _pictures(name: str) -> list[str]:
@@ -144,7 +142,7 @@ def _pictures(name: str) -> list[str]:
         return []
     parts = [f"### {experiment.title}" + " {: #" + name.replace("_", "-") + " }"]
     for measured in experiment.measured:
-        _, words, reading = picture(experiment, load_outcome(RESULTS / measured.result))
+        _, words, reading = picture(experiment, outcome(name, measured.size))
         words, reading = words[0].upper() + words[1:], reading[0].upper() + reading[1:]
         command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
         record = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
@@ -171,14 +169,14 @@ def with_tables(page: Path) -> str:
     for name, table in TABLES[page].items():
         marker = f"<!-- table of {name}: python docs/figures/make.py tables -->\n"
         below = rf"({re.escape(marker)})\n(?:\|.*\n)*\n*"
-        text, found = re.subn(below, lambda match, table=table: f"{match[1]}\n{table(RESULTS)}\n\n", text)
+        text, found = re.subn(below, lambda match, table=table: f"{match[1]}\n{table()}\n\n", text)
         if found != 1:
             raise ValueError(f"{page.name}: expected one {marker.strip()!r}, got {found}")
     return text.rstrip("\n") + "\n"
 
 
-def _picture(experiment: Experiment, outcome: Outcome) -> Figure:
-    return picture(experiment, outcome)[0]
+def _picture(name: str, size: str) -> Figure:
+    return picture(find(name), outcome(name, size))[0]
 
 
 def save(name: str, draw: Callable[[], Figure]) -> None:

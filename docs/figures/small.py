@@ -11,6 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from attnzoo.benchmarks.measure import markdown_table
+
 DATA = Path(__file__).parent / "data" / "small.json"
 MODELS = ("mamba2-small", "fox-small", "gated_deltanet-small", "path_fox-small")
 TOKENS = 32768
@@ -55,26 +57,22 @@ def of(name: str) -> dict[str, Any]:
     return {**json.loads(DATA.read_text(encoding="utf-8"))[name], "held out": held_out[-1]}
 
 
-def table(_: Path) -> str:
+def table() -> str:
     """The models by name, with their losses."""
-    lines = [
-        "| | held-out files | standard library | in the next 4096 bytes | blocks pruned |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for name in MODELS:
         found = of(name)
         pruned = f"{100 * found['pruned']:.0f}%" if "pruned" in found else ""
-        losses = " | ".join(f"{found[kind]:.3f}" for kind in ("held out", "loss", "beyond"))
-        lines.append(f"| `{name}` | {losses} | {pruned} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+        rows.append([f"`{name}`", *(f"{found[kind]:.3f}" for kind in ("held out", "loss", "beyond")), pruned])
+    titles = ["", "held-out files", "standard library", "in the next 4096 bytes", "blocks pruned"]
+    return "\n".join(markdown_table(titles, rows))
 
 
-def eps_table(_: Path) -> str:
+def eps_table() -> str:
     """What pruning adds to the loss of FoX, and what it keeps, by eps."""
-    lines = ["| eps | loss added | blocks kept |", "|---|---|---|"]
-    for row in of("fox-small")["eps"][1:]:
-        lines.append(f"| {row['eps']:.2g} | {row['change']:.1e} | {100 * row['kept']:.1f}% |")
-    return "\n".join(lines)
+    rows = of("fox-small")["eps"][1:]
+    cells = ((f"{row['eps']:.2g}", f"{row['change']:.1e}", f"{100 * row['kept']:.1f}%") for row in rows)
+    return "\n".join(markdown_table(["eps", "loss added", "blocks kept"], cells))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from quoted import BENCHMARKS, mean, over, run
@@ -64,7 +63,7 @@ def _shape(shape: tuple[int, ...], record: dict[str, Any]) -> str:
     return f"({', '.join(map(str, shape))}){heads}"
 
 
-def fox(results: Path) -> str:
+def fox() -> str:
     """FoX, forward and backward: our milliseconds, and how many times as long the others take."""
     others = {"its authors'": "official", "FLA": "FLA", "cuDNN, no gate": "SDPA cuDNN (no gate)"}
     titles = ["(B, H, T, K)", "GPU, Triton", "ms", *others, "with ACP, ms", "its authors' with ACP", ""]
@@ -79,7 +78,7 @@ def fox(results: Path) -> str:
     return markdown(titles, lines)
 
 
-def path(results: Path) -> str:
+def path() -> str:
     """PaTH and PaTH-FoX, forward and backward."""
     titles = ["(B, H, T, K)", "GPU, Triton", "", "ms", "FLA", "our FoX", "extra GiB", "FLA's", ""]
     peers = {"PaTH": "FLA PaTH", "PaTH-FoX": "FLA PaTH-FoX"}
@@ -97,7 +96,7 @@ def path(results: Path) -> str:
     return markdown(titles, lines)
 
 
-def wall(results: Path) -> str:
+def wall() -> str:
     """Wall, forward and backward."""
     titles = ["(B, H, T, K)", "GPU, Triton", "ms", "FLA", "our FoX, no gate", "extra GiB", "FLA's", ""]
     lines = []
@@ -111,7 +110,7 @@ def wall(results: Path) -> str:
     return markdown(titles, lines)
 
 
-def decode(results: Path) -> str:
+def decode() -> str:
     """One token of FoX after a cache."""
     titles = ["(B, H, cached, K)", "GPU, Triton", "ms", "of a copy", "its authors'", "FLA", "SDPA, no gate"]
     titles += ["with ACP, ms", "its authors' with ACP", ""]
@@ -129,7 +128,7 @@ def decode(results: Path) -> str:
     return markdown(titles, lines)
 
 
-def generate(results: Path) -> str:
+def generate() -> str:
     """A step of generation of whole models, milliseconds."""
     models = ("FoX (Pro) + ACP, fused", "FoX (Pro) + ACP, evicting, fused", "PaTH-FoX (Pro) + ACP, fused")
     models += ("PaTH-FoX (Pro) + ACP, evicting, fused", "Mamba-2", "Gated DeltaNet", "Llama, static cache, compiled")
@@ -145,7 +144,7 @@ def generate(results: Path) -> str:
     return markdown(["sequences × cached", "GPU, Triton", *titles, ""], lines)
 
 
-def layers(results: Path) -> str:
+def layers() -> str:
     """Every layer beside its dual, milliseconds; each pair from the newest run that has both at both sizes."""
     titles = ["linear side", "softmax side", "linear, 4 × 4096", "softmax", "linear, 1 × 16384", "softmax"]
     titles += ["forms", "GPU, Triton", ""]
@@ -163,7 +162,7 @@ def layers(results: Path) -> str:
     return markdown(titles, lines)
 
 
-def gpt(results: Path) -> str:
+def gpt() -> str:
     """A GPT's training with each attention, by the newest run."""
     folder, record = records("gpt")[0]
     rows = {(row["name"], row["mode"]): row for row in record["rows"]}
@@ -181,7 +180,7 @@ def gpt(results: Path) -> str:
     return markdown([f"{machine(record)}, {link(folder)}", *titles], lines)
 
 
-def five(results: Path) -> str:
+def five() -> str:
     """The README's five, each a ratio of two times of one run."""
     fox, k64, k128 = (
         "2026-11-26-h200-fox",
@@ -219,12 +218,12 @@ def five(results: Path) -> str:
     )  # fmt: skip
 
 
-TABLES: dict[str, Callable[[Path], str]] = {
+TABLES: dict[str, Callable[[], str]] = {
     "FoX": fox, "PaTH": path, "Wall": wall, "decoding": decode, "generation": generate, "layers": layers, "GPT": gpt,
 }  # fmt: skip
 
 
-def choice(results: Path) -> str:
+def choice() -> str:
     """Measured time, memory, loss and recall of the seven pairs, for the page that helps to choose."""
     layers, generation = "2026-11-23-h200-triton-3.7.1-layers", "2026-11-22-h200-generate"
     models = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from importlib import metadata
@@ -49,6 +50,8 @@ def test_make_docs_trains_nothing(code):
     drawn = [name for name in code["make"].DRAWINGS if name not in code["make"].TRAINED]
     for name in drawn:
         assert "model_of" not in code["make"].DRAWINGS[name].__code__.co_names, name
+    for module, function in code["make"].SINGLE.values():
+        assert "model_of" not in getattr(importlib.import_module(module), function).__code__.co_names, function
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     docs = makefile.partition("\ndocs: ")[2].partition("\n\n")[0]
     assert "make.py fox" not in docs

@@ -58,8 +58,8 @@ def test_tables_of_speeds_are_those_of_the_records(quoted: ModuleType) -> None:
     import speeds
 
     page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/benchmarks/index.md", "README.md"))
-    assert all(f"\n{table(ROOT)}\n" in page for table in speeds.TABLES.values())
-    assert f"\n{speeds.five(ROOT)}\n" in readme
+    assert all(f"\n{table()}\n" in page for table in speeds.TABLES.values())
+    assert f"\n{speeds.five()}\n" in readme
 
 
 def test_rows_of_one_table_stand_beside_peers_of_the_same_run(quoted: ModuleType) -> None:
