@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize, words_of
+from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
@@ -223,8 +223,7 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     from attnzoo.training.recipe import load_config
 
     given = _without_files(overrides)
-    read = where_it_stands(load_config(path, given), path, given)
-    train_by(processes, read, words_of(click.get_current_context()))
+    train_by(processes, where_it_stands(load_config(path, given), path, given))
 
 
 def _without_files(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -296,14 +295,7 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
 
 @app.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
-@click.option(
-    "--output",
-    "-o",
-    type=PATH,
-    default="report.html",
-    show_default=True,
-    help="The file to write.",
-)
+@click.option("--output", "-o", type=PATH, default="report.html", show_default=True, help="The file to write.")
 @click.option("--title", default="comparison", show_default=True, help="The page's heading.")
 def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     """Write a report about runs, measuring those not measured yet.

@@ -50,25 +50,32 @@ def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) ->
     return replace(config, output_dir=str(path.parent)) if moved else config
 
 
-def train_by(processes: int, config: TrainConfig, words: Sequence[str]) -> None:
-    """Train in this process, or start several processes that train together.
+def launched(processes: int, device: str) -> None:
+    """Run this command in several connected processes on a device, and wait for them.
 
-    Args:
-        processes: number of processes.
-        config: the run's configuration.
-        words: the words, after `attnzoo`, of the command that each of several processes runs.
+    Raises:
+        ValueError: so many cannot be started.
+        LaunchError: one of them failed.
+    """
+    from attnzoo.training.launch import check_processes, launch
+
+    check_processes(processes, device)
+    launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
+
+
+def train_by(processes: int, config: TrainConfig) -> None:
+    """Train in this process, or start several processes that train together.
 
     Raises:
         ValueError: a number of processes that cannot be started or does not divide the batch; and as `train`.
         LaunchError: one of several processes failed.
     """
     from attnzoo.training import train
-    from attnzoo.training.launch import check_processes, end_with_launcher, launch
+    from attnzoo.training.launch import end_with_launcher
 
     if processes > 1:
-        check_processes(processes, config.device)
         config.rows_per_part(processes)
-        return launch([sys.executable, "-m", "attnzoo", *words], processes)
+        return launched(processes, config.device)
     end_with_launcher()
     first = os.environ.get("RANK", "0") == "0"
     if not first:  # one process prints
@@ -133,7 +140,7 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
     from attnzoo.training import extend as extended
 
     config = extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps)
-    train_by(processes, config, words_of(click.get_current_context()))
+    train_by(processes, config)
 
 
 @click.command()
@@ -182,7 +189,7 @@ def generate(
     from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
     from attnzoo.trained.model import device_named
     from attnzoo.training.config import TrainConfig
-    from attnzoo.training.launch import check_processes, connected, launch
+    from attnzoo.training.launch import connected
 
     device, ahead = device_named(device), options.pop("draft_tokens")
     if draft is None and ahead is not None:
@@ -193,8 +200,7 @@ def generate(
             raise ValueError(
                 f"--processes: expected 1 with --{kept[0]}, for which one reads the prompt, got {processes}"
             )
-        check_processes(processes, device)
-        return launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
+        return launched(processes, device)
     with connected(device, timedelta(seconds=TrainConfig.exchange_timeout)) as (own, group):
         sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
         placed = own, getattr(torch, dtype) if dtype else None

@@ -9,7 +9,6 @@ import os
 import shutil
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from attnzoo.files import damaged_name, parse_json, write_whole
@@ -116,9 +115,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self
 
 from attnzoo.training.metrics import Row
 
@@ -13,21 +12,7 @@ if TYPE_CHECKING:
     from attnzoo.training.config import TrainConfig
 
 
-class Display(Protocol):
-    """A display of training steps; a context manager."""
-
-    def step(self, step: int) -> None: ...
-
-    def row(self, row: Row) -> None: ...
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def build_display(config: TrainConfig, start: int) -> Display:
+def build_display(config: TrainConfig, start: int) -> Quiet:
     """The display that `config.progress` asks for; `start` is the step from which the run continues."""
     from rich.console import Console
 
@@ -42,7 +27,7 @@ def build_display(config: TrainConfig, start: int) -> Display:
 
 
 class Quiet:
-    """A display of nothing."""
+    """A display of training steps that shows nothing, a context manager; the base of the others."""
 
     def step(self, step: int) -> None:
         pass
@@ -50,12 +35,10 @@ class Quiet:
     def row(self, row: Row) -> None:
         pass
 
-    def __enter__(self) -> Quiet:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -68,19 +51,13 @@ class Lines(Quiet):
 
     def row(self, row: Row) -> None:
         if row["kind"] == "eval":
-            print(
-                f"{self.title}: step {row['step']}/{self.steps}, held-out loss {row['loss']:.4f}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._say(row, f"held-out loss {row['loss']:.4f}")
         elif row["step"] * 10 // self.steps > self.shown:
             self.shown = row["step"] * 10 // self.steps
-            speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-            print(
-                f"{self.title}: step {row['step']}/{self.steps}, loss {row['loss']:.4f}, {speed}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._say(row, f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s")
+
+    def _say(self, row: Row, what: str) -> None:
+        print(f"{self.title}: step {row['step']}/{self.steps}, {what}", file=sys.stderr, flush=True)
 
 
 class Bar(Quiet):
@@ -109,12 +86,10 @@ class Bar(Quiet):
         else:
             self.progress.update(self.task, loss=f"{row['loss']:.4f}", speed=f"{row['tokens_per_second']:,.0f}")
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Self:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # a closed terminal must not hide why the run ended
             self.progress.stop()

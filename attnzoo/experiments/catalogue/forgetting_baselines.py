@@ -1,14 +1,14 @@
 """One-Pass Forgetting beside a window, retrieval, FoX's certificate and training in groups, at equal keys."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, Below, Value, at_most, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay
-from attnzoo.experiments.forgetting_arms import network, reaching, text_sizes
+from attnzoo.experiments.forgetting_arms import NETWORK, WINDOW, ahead, network, reaching, text_sizes
 from attnzoo.experiments.forgetting_probes import AddedInCache, AddedLoss, DecodeCost, KeysHeld, LongLoss
 from attnzoo.experiments.probes import Loss
 
 STEPS = ("steps=400",)
 PAPER = "One-Pass Forgetting, section 4 (baselines)"
-NETWORK, WINDOW, RETRIEVAL, CERTIFIED, HELD = "network", "window", "retrieval", "certified", "keys held, certified"
+RETRIEVAL, CERTIFIED, HELD = "retrieval", "certified", "keys held, certified"
 HEAD, LAYER, MODEL = "a budget per head", "a budget per layer", "one budget of all layers"
 LONG_NETWORK, LONG_WINDOW, LONG_ALL = "long text, network", "long text, window", "long text, all keys"
 SHARES = (0.03125, 0.0625, 0.125, 0.25)
@@ -51,15 +51,15 @@ EXPERIMENT = Experiment(
     ),
     expectations=(
         Expectation("With an eighth of the keys the network adds less than a window.", PAPER,
-                    Below(Value(FORGETS, NETWORK, 0.125), Value("rope", WINDOW, 0.125), paired=True)),
+                    ahead(FORGETS, "rope", WINDOW, 0.125)),
         Expectation("And less than retrieval of as many keys.", PAPER,
-                    Below(Value(FORGETS, NETWORK, 0.125), Value("rope", RETRIEVAL, 0.125), paired=True)),
+                    ahead(FORGETS, "rope", RETRIEVAL, 0.125)),
         Expectation("FoX gives up half of its keys by certificate, for nothing (under 0.001 nats).",
                     "ACP's tail bound, which is proved to lose at most eps of a row's weight",
-                    All((AtMost(Value("fox", CERTIFIED), 0.001), AtMost(Value("fox", HELD), 0.5)))),
+                    All((at_most(0.001, CERTIFIED, "fox"), at_most(0.5, HELD, "fox")))),
         Expectation("Trained in groups and read whole, RoPE loses less than 1% of perplexity.",
                     "Chen et al., LongLoRA (2024), Table 2, for models that were trained before",
-                    Below(Value(GROUPS, "loss"), Value("rope", "loss"), -0.00995, paired=True)),
+                    below("loss", (GROUPS, "rope"), by=-0.00995, paired=True)),
         Expectation("With a sixteenth of the keys one budget of all layers adds less than one per head.",
                     "One-Pass Forgetting, section 2.4, where B_t is one number",
                     Below(Value(FORGETS, MODEL, 0.0625), Value(FORGETS, HEAD, 0.0625))),

@@ -1,21 +1,20 @@
 """The readings of One-Pass Forgetting's pool, with the same training: which of them is the default, by this record."""
 
-from attnzoo.experiments.claims import Below, Value
+from attnzoo.experiments.claims import Below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay
-from attnzoo.experiments.forgetting_arms import network, reaching, text_sizes
+from attnzoo.experiments.forgetting_arms import LATER, NETWORK, WINDOW, ahead, network, reaching, text_sizes
 from attnzoo.experiments.forgetting_probes import AddedLoss
 from attnzoo.experiments.probes import Loss
 
 STEPS = ("steps=400",)
 PAPER = "One-Pass Forgetting, section 2.1 and ablation 2"
-NETWORK, WINDOW, LATER = "network", "window", "later use"
 SHARES = (0.03125, 0.0625, 0.125)
 TIGHT, LOOSE = 0.0625, 0.125
 NEAR = {"discount": reaching(10)}
 
 
 def less(arm: str, other: str, at: float = TIGHT) -> Below:
-    return Below(Value(arm, NETWORK, at), Value(other, NETWORK, at), paired=True)
+    return ahead(arm, other, NETWORK, at)
 
 
 EXPERIMENT = Experiment(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
-from attnzoo.experiments.claims import All, AtMost, Below, Value, Wider
+from attnzoo.experiments.claims import All, AtMost, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 from attnzoo.experiments.text_probes import Needle, ReadAgain
@@ -68,11 +68,10 @@ EXPERIMENT = Experiment(
                     All(tuple(AtMost(Value(arm, NEEDLE.name, depth), 0.1) for arm in FAR for depth in NEEDLE.at))),
         Expectation("Windows, Samba and recurrences have more of it wrong at the beginning than FoX.",
                     f"{PAPER}, Figures 4, 14 and 15",
-                    All(tuple(Below(Value("FoX (Pro)", NEEDLE.name, 0.0), Value(arm, NEEDLE.name, 0.0))
-                              for arm in (*NEARBY, *STATES)))),
+                    below(NEEDLE.name, *(("FoX (Pro)", arm) for arm in (*NEARBY, *STATES)), at=0.0)),
         Expectation("Gates that begin open find it there no worse than the paper's (within a twentieth).",
                     "our own question, after `open_gates`",
-                    Below(Value("FoX (Pro), open", NEEDLE.name, 0.0), Value("FoX (Pro)", NEEDLE.name, 0.0), by=-0.05)),
+                    below(NEEDLE.name, ("FoX (Pro), open", "FoX (Pro)"), at=0.0, by=-0.05)),
     ),
     maps=(NEEDLE.name, "needle at twice the context, wrong"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from attnzoo.experiments.catalogue.fox_far import with_rows
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
-from attnzoo.experiments.claims import All, Below, Value, Wider
+from attnzoo.experiments.claims import All, Below, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 from attnzoo.experiments.text_probes import Needle
@@ -56,9 +56,8 @@ EXPERIMENT = Experiment(
                     Below(*reversed(spread("FoX (Pro)", True)))),
         Expectation("FoX is better than the Transformer at every rate and with any number of tokens.",
                     f"{PAPER}, Figures 2 and 24",
-                    All(tuple(Below(Value(name_of("FoX (Pro)", rate, tokens), "loss"),
-                                    Value(name_of("Transformer (Pro)", rate, tokens), "loss"))
-                              for rate in RATES for tokens in TIMES))),
+                    below("loss", *((name_of("FoX (Pro)", rate, tokens), name_of("Transformer (Pro)", rate, tokens))
+                                    for rate in RATES for tokens in TIMES))),
         Expectation("The Transformer's loss beyond its training context rises with the tokens by more than FoX's.",
                     f"{PAPER}, Figure 24", Wider(spread("Transformer (Pro)", False), spread("FoX (Pro)", False))),
     ),

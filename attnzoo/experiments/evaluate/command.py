@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from attnzoo.data.command import PATH, read_options, words_of
-from attnzoo.trained.commands import files_argument, processes_option
+from attnzoo.data.command import PATH, read_options
+from attnzoo.trained.commands import device_option, dtype_option, files_argument, launched, processes_option
 
 
 @click.command()
@@ -25,10 +25,8 @@ from attnzoo.trained.commands import files_argument, processes_option
 @click.option("--rows", type=click.IntRange(min=1), help="Rows of a task, per length.  [default: 256; haystack: 32]")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the rows.  [default: 0]")
 @click.option("--text", type=PATH, help="A text file, a folder of them, or stdlib.  [default: what the run held out]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
-)
+@device_option
+@dtype_option
 @click.option("--out", type=PATH, help="Where results and pictures go.  [default: evaluations in the run's folder]")
 @processes_option
 @click.option("--json", "as_lines", is_flag=True, help="A line of JSON per result.")
@@ -52,13 +50,12 @@ def evaluate(
     questions are asked: at every place where something is asked the likeliest token is taken. Rows are drawn apart from
     those of training; texts are held out. A FILE.py is one that registers variants of your own.
     """
-    import sys
     from datetime import timedelta
 
     from attnzoo.experiments.evaluate.table import evaluation
     from attnzoo.trained.model import device_named
     from attnzoo.training.config import TrainConfig
-    from attnzoo.training.launch import check_processes, connected, launch
+    from attnzoo.training.launch import connected
 
     device = device_named(device)
     if processes > 1:
@@ -67,8 +64,7 @@ def evaluate(
             raise ValueError(
                 f"--processes: only --on loss shares a text over processes, got {', '.join(names) or 'none'}"
             )
-        check_processes(processes, device)
-        return launch([sys.executable, "-m", "attnzoo", *words_of(click.get_current_context())], processes)
+        return launched(processes, device)
     with connected(device, timedelta(seconds=TrainConfig.exchange_timeout)) as (own, group):
         _evaluate(what, on, own, dtype, out, as_lines, {**common, "over": group})
 

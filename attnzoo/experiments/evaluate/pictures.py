@@ -39,8 +39,7 @@ def loss(found: LossCurve) -> Figure:
         margin = 0.25 * (float(settled.max() - settled.min()) + 1e-3)
         axes.set_ylim(float(settled.min()) - margin, float(settled.max()) + margin)
         axes.set_xlim(0, len(x))
-        axes.set_title(name, loc="left", color=INK, fontsize=11)
-        axes.set_xlabel("position, tokens" if axes is left else "context length, tokens", loc="left")
+        _name(axes, name, "position, tokens" if axes is left else "context length, tokens")
         _mark(axes, found.context)
     return figure
 
@@ -56,8 +55,7 @@ def lengths(found: LengthCurve) -> Figure:
     _plain_ticks(axes, x)
     most = max(error + above for error, above in zip(y, spread, strict=True)) or 1.0
     axes.set_ylim(-0.04 * most, 1.08 * most)
-    axes.set_title("wrong answers, %", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel("tokens in a row", loc="left")
+    _name(axes, "wrong answers, %", "tokens in a row")
     _mark(axes, found.context)
     return figure
 
@@ -68,17 +66,10 @@ def haystack(found: Any) -> Figure:
     rows, columns = len(pictures[0].depths), len(pictures[0].lengths)
     figure, panels = _panels([(max(250, 60 + 44 * columns), 60 + 28 * rows)] * len(pictures), bottom=34, left=52)
     for axes, picture in zip(panels, pictures, strict=True):
-        whole = picture.whole
-        axes.imshow(whole, vmin=0, vmax=1, cmap=DECAY_COLORS, aspect="auto", interpolation="nearest")
-        for (i, j), share in np.ndenumerate(whole):
-            axes.text(
-                j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=9, color="w" if share > 0.5 else INK
-            )
+        _shares(axes, picture.whole, 9)
         axes.set_xticks(range(columns), [f"{length:,}" for length in picture.lengths])
         axes.set_yticks(range(rows), [f"{100 * depth:.0f} %" for depth in picture.depths])
-        axes.grid(False)
-        axes.set_title(f"{picture.mode}: numbers found, %", loc="left", color=INK, fontsize=11)
-        axes.set_xlabel("tokens in a row; depth downwards", loc="left")
+        _name(axes, f"{picture.mode}: numbers found, %", "tokens in a row; depth downwards")
         if picture.context in picture.lengths[:-1]:
             at = picture.lengths.index(picture.context) + 0.5
             axes.axvline(at, color=CUT, linewidth=1.4, dashes=(3, 2))  # the length of training rows
@@ -95,16 +86,10 @@ def pruning(found: Any) -> Figure:
     table = np.full((len(now.heads), widest), np.nan)
     for line, heads in zip(table, now.heads, strict=True):
         line[: len(heads)] = heads
-    panels[0].imshow(table, vmin=0, vmax=1, cmap=DECAY_COLORS, aspect="auto", interpolation="nearest")
-    for (i, j), share in np.ndenumerate(table):
-        if not np.isnan(share):
-            color = "w" if share > 0.5 else INK
-            panels[0].text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=color)
+    _shares(panels[0], table, 8)
     panels[0].set_yticks(range(len(now.heads)), [f"layer {number}" for number in now.layers])
     panels[0].set_xticks(range(widest))
-    panels[0].set_xlabel("head", loc="left")
-    panels[0].grid(False)
-    panels[0].set_title("blocks pruned, %", loc="left", color=INK, fontsize=11)
+    _name(panels[0], "blocks pruned, %", "head")
     if steps:
         x = [step.step for step in steps]
         panels[1].plot(x, [100 * step.share for step in steps], color=COLOR, marker="o", label="blocks pruned, %")
@@ -128,8 +113,7 @@ def eps(found: EpsSweep) -> Figure:
     panels[2].plot(x, [100 * row.seconds / whole for row in rows], color=COLOR, marker="o", markersize=4)
     for axes, name in zip(panels, ("change of the loss, nats", "blocks kept, %", "time, %"), strict=True):
         axes.set_xscale("log")
-        axes.set_title(name, loc="left", color=INK, fontsize=11)
-        axes.set_xlabel("eps", loc="left")
+        _name(axes, name, "eps")
     for axes in panels[1:]:
         axes.set_ylim(bottom=0)
     return figure
@@ -148,8 +132,7 @@ def context(found: EffectiveContext) -> Figure:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.set_xticks(range(len(found.layers)), [str(number) for number in found.layers])
     title = f"newest keys with {100 * (1 - found.eps):g} % of a row's weight"
-    axes.set_title(title, loc="left", color=INK, fontsize=11)
-    axes.set_xlabel("layer; a dot per head, hollow: promised by its gate", loc="left")
+    _name(axes, title, "layer; a dot per head, hollow: promised by its gate")
     return figure
 
 
@@ -206,6 +189,21 @@ def _panels(sizes: Sequence[tuple[float, float]], left: float = 48, bottom: floa
         panels.append(axes)
         x += wide
     return figure, panels
+
+
+def _name(axes: Axes, title: str, xlabel: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(xlabel, loc="left")
+
+
+def _shares(axes: Axes, table: Array, fontsize: float) -> None:
+    """Draw shares ``[rows, columns]`` as colours with numbers in per cent; nan stays empty."""
+    axes.imshow(table, vmin=0, vmax=1, cmap=DECAY_COLORS, aspect="auto", interpolation="nearest")
+    for (i, j), share in np.ndenumerate(table):
+        if not np.isnan(share):
+            color = "w" if share > 0.5 else INK
+            axes.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=fontsize, color=color)
+    axes.grid(False)
 
 
 def _mark(axes: Axes, context: int | None) -> None:
