@@ -30,13 +30,9 @@ class Shape(click.ParamType[tuple[int, ...]]):
 
 def out(folder: str) -> Option:
     return click.option(
-        "--out",
-        type=click.Path(path_type=Path),
-        default=f"runs/bench/{folder}",
-        show_default=True,
-        callback=_writable,
+        "--out", type=click.Path(path_type=Path), default=f"runs/bench/{folder}", show_default=True, callback=_writable,
         help="Folder to write results.json and results.md to.",
-    )
+    )  # fmt: skip
 
 
 def _writable(context: click.Context, option: click.Parameter, folder: Path) -> Path:
@@ -73,12 +69,9 @@ official = click.option(
 
 def seconds(default: int) -> Option:
     return click.option(
-        "--seconds",
-        type=click.FloatRange(min=0, min_open=True),
-        default=default,
-        show_default=True,
+        "--seconds", type=click.FloatRange(min=0, min_open=True), default=default, show_default=True,
         help="Start no further measurement of the table after this long.",
-    )
+    )  # fmt: skip
 
 
 @click.group()

@@ -53,16 +53,6 @@ DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
 ERRORS = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
 LIMIT = 2e-2  # largest allowed relative error in bf16
 PRUNE = Prune(math.exp(-10.0))
-YARDSTICK = {  # the peer that computes the same function
-    "PaTH": "FLA PaTH",
-    "PaTH-FoX": "FLA PaTH-FoX",
-    "PaTH-FoX, pruned": "FLA PaTH-FoX",
-    "PaTH, kept": "FLA PaTH",
-    "PaTH-FoX, kept": "FLA PaTH-FoX",
-    "PaTH-FoX, pruned, kept": "FLA PaTH-FoX",
-    "FLA PaTH": "FLA PaTH",
-    "FLA PaTH-FoX": "FLA PaTH-FoX",
-}
 
 
 draw = functools.partial(attention.draw, parts="w beta g")
@@ -179,7 +169,8 @@ def table(result: Result) -> str:
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         fox = "FoX, pruned" if "pruned" in r["name"] else "FoX"
-        ratios = ratio(both.get(YARDSTICK.get(r["name"], "")), r["both_ms"]), ratio(r["both_ms"], both.get(fox))
+        same = f"FLA {r['name'].removeprefix('FLA ').partition(',')[0]}"  # the peer that computes the same function
+        ratios = ratio(both.get(same), r["both_ms"]), ratio(r["both_ms"], both.get(fox))
         return [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}"]
 
     columns = ("forward ms", "fwd+bwd ms", "times faster than FLA", "time / our FoX", "extra memory GiB")

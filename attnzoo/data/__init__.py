@@ -12,14 +12,6 @@ __all__ = ["DOCUMENT_END", "Data", "Mixture", "TokenWindows", "build_data", "dec
 
 __getattr__ = lazy(
     __name__,
-    {
-        "DOCUMENT_END": "sources",
-        "Data": "sources",
-        "build_data": "sources",
-        "decode": "sources",
-        "encode": "sources",
-        "Mixture": "windows",
-        "TokenWindows": "windows",
-        "heldout_windows": "windows",
-    },
+    dict.fromkeys(("DOCUMENT_END", "Data", "build_data", "decode", "encode"), "sources")
+    | dict.fromkeys(("Mixture", "TokenWindows", "heldout_windows"), "windows"),
 )

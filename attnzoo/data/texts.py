@@ -15,20 +15,10 @@ from attnzoo.data.own import kind_of_file, kind_of_folder
 logger = logging.getLogger(__name__)
 
 # Tests and their data, generated tables, installed packages, and files that differ between builds of Python.
-STDLIB_EXCLUDED = frozenset(
-    [
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idlelib",
-        "lib2to3",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    ]
-)
+STDLIB_EXCLUDED = frozenset([
+    "__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests",
+    "turtledemo",
+])  # fmt: skip
 
 
 def stdlib_files() -> dict[str, Path]:

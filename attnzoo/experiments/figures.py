@@ -27,17 +27,8 @@ Array = npt.NDArray[np.float64]
 INK, MUTED, GRID, CUT = "#1d2530", "#5f6b7a", "#e3e7ec", "#e8463a"
 # One hue per pair of duals, in the order of the registry's table; registered pairs continue from the end.
 PAIR_COLORS = (
-    "#6d7684",
-    "#b8860b",
-    "#d6451b",
-    "#4f8a10",
-    "#1d6fdc",
-    "#0a8f8c",
-    "#8a3fd1",
-    "#c2256e",
-    "#8c5a2b",
-    "#33507a",
-)
+    "#6d7684", "#b8860b", "#d6451b", "#4f8a10", "#1d6fdc", "#0a8f8c", "#8a3fd1", "#c2256e", "#8c5a2b", "#33507a",
+)  # fmt: skip
 THEME = {INK: "ink", MUTED: "muted", GRID: "grid", CUT: "cut"} | {
     color: f"pair-{number}" for number, color in enumerate(PAIR_COLORS, 1)
 }
@@ -281,15 +272,7 @@ def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> 
     for number, (bound, shares) in enumerate(kept.items()):
         offset = (number - (len(kept) - 1) / 2) * width
         face = look.color if number == 0 else "none"
-        axes.bar(
-            at + offset,
-            shares,
-            width * 0.86,
-            facecolor=face,
-            edgecolor=look.color,
-            linewidth=1.1,
-            label=bound,
-        )
+        axes.bar(at + offset, shares, width * 0.86, facecolor=face, edgecolor=look.color, linewidth=1.1, label=bound)
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes.set_xticks(at, list(heads))

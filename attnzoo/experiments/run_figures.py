@@ -10,19 +10,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import (
-    GRID,
-    INK,
-    MUTED,
-    Array,
-    Line,
-    Look,
-    name_line_ends,
-    panel,
-    quiet,
-    shortened,
-    spread,
-)
+from attnzoo.experiments import figures
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, panel, quiet, shortened, spread
 
 
 @dataclass(frozen=True)
@@ -198,14 +187,9 @@ def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
         ex, ey = ((v.std(ddof=1) / root if v.size > 1 else 0.0) for v in (point.x, point.y))
         drawn = axes.errorbar(x, y, xerr=ex, yerr=ey, color=color, marker="D", markersize=6, linestyle="none")
         name = axes.annotate(
-            shortened(point.label),
-            (x, y),
-            (8, 6),
-            textcoords="offset points",
-            color=color,
-            fontsize=9.5,
+            shortened(point.label), (x, y), (8, 6), textcoords="offset points", color=color, fontsize=9.5,
             parse_math=False,
-        )
+        )  # fmt: skip
         for artist in (*drawn.get_children(), name):
             artist.set_gid(f"series:{point.key}")
     places = sorted({float(x) for line in lines for x in line.x})
@@ -219,7 +203,7 @@ def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
     axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
     if picture.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    name_line_ends(axes, lines, min(every) / 1.03, 0)
+    figures.name_line_ends(axes, lines, min(every) / 1.03, 0)
 
 
 def _reversed(x: Array | None) -> Array | None:

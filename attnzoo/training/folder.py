@@ -35,26 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # These may change when a run goes on: beyond rounding, no number that it trains depends on them.
-FREE = frozenset(
-    [
-        "output_dir",
-        "teacher",  # whose weights are compared
-        "compile",
-        "recompute",
-        "context_parallel",
-        "exchange_timeout",
-        "sharding",
-        "device",
-        "gradient_accumulation",
-        "log_every",
-        "eval_every",
-        "eval_tokens",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "progress",
-        "tensorboard",
-    ]
-)
+FREE = frozenset([
+    "output_dir", "compile", "recompute", "context_parallel", "exchange_timeout", "sharding", "device",
+    "gradient_accumulation", "log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints",
+    "progress", "tensorboard", "teacher",  # whose weights are compared
+])  # fmt: skip
 
 
 class OtherRunError(CheckpointError):

@@ -184,31 +184,11 @@ def modelled(name: str, *args: Any, **options: Any) -> Any:
 
 
 NAMES = {
-    each.__name__: each
-    for each in (
-        row,
-        ms,
-        over,
-        error,
-        seeds,
-        mean,
-        stated,
-        gains,
-        without,
-        left,
-        logged,
-        small,
-        sorted,
-        modelled,
-        given,
-        min,
-        max,
-        round,
-        interval,
-        power,
-        difference_seen,
+    each.__name__: each for each in (
+        row, ms, over, error, seeds, mean, stated, gains, without, left, logged, small, sorted, modelled, given, min,
+        max, round, interval, power, difference_seen,
     )
-}
+}  # fmt: skip
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:

@@ -53,20 +53,11 @@ DARK = Theme(
     grid="#3a4450",
     cut="#ff6a5c",
     pairs=(
-        "#a2acba",
-        "#dba92b",
-        "#ff7448",
-        "#87c544",
-        "#5aa2ff",
-        "#35c4bf",
-        "#b583f5",
-        "#f265a4",
-        "#c9935f",
-        "#88a9d8",
+        "#a2acba", "#dba92b", "#ff7448", "#87c544", "#5aa2ff", "#35c4bf", "#b583f5", "#f265a4", "#c9935f", "#88a9d8",
     ),
     heat=LinearSegmentedColormap.from_list("heat", ["#232b35", "#22456a", "#1f7183", "#3fa08f", "#a3cfa4", "#f6efd4"]),
     signed=LinearSegmentedColormap.from_list("signed", ["#ff9a6b", "#8a4527", "#232b35", "#22668a", "#8fd0f0"]),
-)
+)  # fmt: skip
 
 
 def save(name: str, draw: Callable[[Theme], Figure]) -> None:

@@ -125,17 +125,18 @@ def lengths(
     if task is None and subject.task is None:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, for {subject.title} has none of its own")
     built = task_for(subject, task or subject.task or "", options)[1]
-    lengths = common.length or growing_lengths(_context(subject, built.length), factor)
-    rows, seed = common.rows or ROWS, common.seed or SEED
-    return measure_lengths(subject.model, built, lengths, rows, seed, subject.context)
+    return _answers(subject, common, built, common.length or growing_lengths(_context(subject, built.length), factor))
 
 
 def ask_task(subject: TrainedModel, common: Common, name: str, options: Mapping[str, Any]) -> LengthCurve:
     """The answers to a task at each length."""
     _, built = task_for(subject, name, options)
-    lengths = common.length or (subject.context or built.length,)
+    return _answers(subject, common, built, common.length or (subject.context or built.length,))
+
+
+def _answers(subject: TrainedModel, common: Common, task: Task, lengths: Sequence[int]) -> LengthCurve:
     rows, seed = common.rows or ROWS, common.seed or SEED
-    return measure_lengths(subject.model, built, lengths, rows, seed, subject.context)
+    return measure_lengths(subject.model, task, lengths, rows, seed, subject.context)
 
 
 def haystack(
