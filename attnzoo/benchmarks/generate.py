@@ -19,9 +19,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -275,32 +274,22 @@ def table(result: Result) -> str:
 def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[str], seconds: float) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
-    Measure = Callable[[Any, int, int], dict[str, Any]]
-    asked = {contender.name for contender in chosen([*OURS, *PEERS], only)}
-    runs: dict[str, tuple[Callable[[], Any], Measure]] = {
-        contender.name: (partial(build, contender), lambda model, B, S, by=contender: measure(model, by, B, S))  # type: ignore[misc]
-        for contender in OURS
-    }
-    wanted = asked & {peer.name for peer in PEERS}
-    if wanted and load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
-        runs |= {
-            peer.name: (llama, lambda model, B, S, static=peer.compile: measure_llama(model, static, B, S))  # type: ignore[misc]
-            for peer in PEERS
-        }
-    runs = {name: run for name, run in runs.items() if name in asked}
+    asked = chosen([*OURS, *PEERS], only)
+    if any(peer in asked for peer in PEERS) and load_peer("Llama", lambda: __import__("transformers"), missing) is None:
+        asked = [contender for contender in asked if contender not in PEERS]
     result: Result = {"machine": describe_versions(), "sizes": str(SIZES), "missing": missing, "rows": []}
     end, keep = time.perf_counter() + seconds, keeper(out, table)
     cells = [(B, S) for B in batch or (4,) for S in tokens or (16384,)]
-    for name, (make, step) in runs.items():
-        model = None
+    for contender in asked:
+        name, ours, model = contender.name, contender in OURS, cast(Any, None)
         for B, S in cells:
             found: dict[str, Any] = {}
             if time.perf_counter() > end:
                 missing.append(f"{name} at batch {B} and {S} tokens: no time was left")
                 continue
             try:
-                model = make() if model is None else model
-                found = step(model, B, S)
+                model = (build(contender) if ours else llama()) if model is None else model
+                found = measure(model, contender, B, S) if ours else measure_llama(model, contender.compile, B, S)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 missing.append(f"{name} at batch {B} and {S} tokens: {str(error).split('. ')[0]}")
                 print(missing[-1], flush=True)

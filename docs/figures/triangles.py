@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from style import WIDE, Point, Theme, arrow, panel, write
@@ -32,10 +33,7 @@ def staircase(theme: Theme) -> Figure:
     axes.plot(*zip(*edge, strict=True), color=theme.cut, linewidth=2.2)
     corner = (block - 0.5, 6.5)
     axes.plot(*corner, "o", markersize=13, markerfacecolor="none", markeredgecolor=theme.ink, markeredgewidth=1.8)
-    arrow(axes, (0.4, -0.45), (4.2, -0.45), theme.muted, width=1)
-    write(axes, "keys", (5.4, -0.45), theme.muted)
-    arrow(axes, (-0.45, 0.4), (-0.45, 4.2), theme.muted, width=1)
-    axes.annotate("queries", (-0.45, 5.6), ha="center", va="center", rotation=90, fontsize=9.5, color=theme.muted)
+    _name_sides(axes, 5.6, theme)
     return figure
 
 
@@ -114,11 +112,16 @@ def forgotten(theme: Theme) -> Figure:
             kept = 1.0 if t - j < window else 1 / (1 + math.exp(2.5 * (t - left[j])))
             axes.add_patch(Rectangle((j + 0.05, t + 0.05), 0.9, 0.9, color=theme.heat(kept), linewidth=0))
     axes.plot([0, T - window], [window, T], color=theme.cut, linewidth=1.4, dashes=(4, 3))
+    _name_sides(axes, 5.8, theme)
+    return figure
+
+
+def _name_sides(axes: Axes, queries: float, theme: Theme) -> None:
+    """Arrows along keys and queries, the latter's name at a height."""
     arrow(axes, (0.4, -0.45), (4.2, -0.45), theme.muted, width=1)
     write(axes, "keys", (5.4, -0.45), theme.muted)
     arrow(axes, (-0.45, 0.4), (-0.45, 4.2), theme.muted, width=1)
-    axes.annotate("queries", (-0.45, 5.8), ha="center", va="center", rotation=90, fontsize=9.5, color=theme.muted)
-    return figure
+    axes.annotate("queries", (-0.45, queries), ha="center", va="center", rotation=90, fontsize=9.5, color=theme.muted)
 
 
 DRAWINGS: dict[str, Callable[[Theme], Figure]] = {

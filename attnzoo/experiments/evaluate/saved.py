@@ -128,12 +128,9 @@ def save(
         The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{name}.json"]
-    write_whole(files[0], json.dumps(found, indent=1, allow_nan=False) + "\n")
-    if figure is not None:
-        files.append(folder / f"{name}.svg")
-        write_whole(files[1], written(figure, name))
-    if page is not None:
-        files.append(folder / f"{name}.html")
-        write_whole(files[-1], page)
-    return files
+    contents = {".json": json.dumps(found, indent=1, allow_nan=False) + "\n"}
+    contents |= {".svg": written(figure, name)} if figure is not None else {}
+    contents |= {".html": page} if page is not None else {}
+    for suffix, content in contents.items():
+        write_whole(folder / f"{name}{suffix}", content)
+    return [folder / f"{name}{suffix}" for suffix in contents]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import equations_text
@@ -24,6 +25,7 @@ from attnzoo.variant import Variant
 from attnzoo.verify import Where, checks
 
 Panels = list[tuple[str, str]]
+LENGTHS = ("transitions n", "length")  # labels of both axes
 WAYS = {2: "two", 3: "three", 4: "four"}
 SAME = 1e-10  # largest difference of two pairs that are called one
 LEAST, NOTHING = 1e-4, 1e-300  # least number that a logarithmic axis shows, and what stands for 0 on it
@@ -233,25 +235,25 @@ def _unrun(reasons: Sequence[tuple[str, str]]) -> list[str]:
 def _decay_panels(
     asked: Explored, looks: dict[str, Look], decays: dict[str, tuple[Array, Array]], maps: dict[str, Any]
 ) -> Panels:
-    x = np.arange(float(T))
-    lines = [
-        Line(regime, regime, x, np.maximum(average, NOTHING), Look(color, ()))
-        for (regime, (average, _)), color in zip(
-            decays.items(), (pictures.FEW, pictures.SOME, pictures.MANY), strict=True
-        )
-    ]
-    top = max(1.0, max(float(average.max()) for average, _ in decays.values()))
-    left = figures.curves(lines, xlabel="transitions n", ylim=(LEAST, 1.5 * top), log_y=True, ylabel="length")
+    averages = {regime: average for regime, (average, _) in decays.items()}
+    left = _logarithmic(averages, _colored(averages, pictures.FEW, pictures.SOME, pictures.MANY), LENGTHS, top=1.0)
     found = {name: measures.by_distance(random) for name, (_, random) in maps.items()}
-    lines = [Line(name, name, x, np.maximum(y, NOTHING), looks[name]) for name, y in found.items()]
-    top = max(float(y.max()) for y in found.values())
-    right = figures.curves(
-        lines, xlabel="distance t − j, tokens", ylim=(LEAST, 1.5 * top), log_y=True, ylabel="mean size of a weight"
-    )
+    right = _logarithmic(found, looks, ("distance t − j, tokens", "mean size of a weight"))
     return [
         ("what is left of a key of length 1", to_svg(left, "decays", "What is left of a key by number of tokens")),
         ("weights by distance", to_svg(right, "distance", "Mean size of a weight by distance, both sides")),
     ]
+
+
+def _colored(names: Iterable[str], *colors: str) -> dict[str, Look]:
+    return {name: Look(color, ()) for name, color in zip(names, colors, strict=True)}
+
+
+def _logarithmic(values: dict[str, Array], looks: dict[str, Look], labels: tuple[str, str], top: float = 0.0) -> Figure:
+    """A figure of values ``[T]`` by name on a logarithmic axis, up to 1.5 times the largest or ``top``."""
+    lines = [Line(name, name, np.arange(float(T)), np.maximum(y, NOTHING), looks[name]) for name, y in values.items()]
+    top = max(top, *(float(y.max()) for y in values.values()))
+    return figures.curves(lines, xlabel=labels[0], ylim=(LEAST, 1.5 * top), log_y=True, ylabel=labels[1])
 
 
 def _map_panels(asked: Explored, maps: dict[str, tuple[Array, Array]]) -> Panels:
@@ -287,13 +289,8 @@ def _state(asked: Explored, states: dict[int, Array], growing: Sequence[bool | N
 def _spectrum(found: dict[int, Complex], average: Array, most: Array) -> Panels:
     largest = ", ".join(f"{np.abs(values).max():.2f} of {n}" for n, values in found.items())
     plane = to_svg(pictures.plane(found), "plane", "Eigenvalues of products of transitions in the complex plane")
-    x = np.arange(float(T))
-    lines = [
-        Line(words, words, x, np.maximum(y, NOTHING), Look(color, ()))
-        for words, y, color in (("at most", most, pictures.MANY), ("on average", average, pictures.FEW))
-    ]
-    top = max(1.0, float(most.max()))
-    lengths = figures.curves(lines, xlabel="transitions n", ylim=(LEAST, 1.5 * top), log_y=True, ylabel="length")
+    bounds = {"at most": most, "on average": average}
+    lengths = _logarithmic(bounds, _colored(bounds, pictures.MANY, pictures.FEW), LENGTHS, top=1.0)
     return [
         (f"eigenvalues; largest absolute value: {largest}", plane),
         ("what n transitions make of a vector of length 1", to_svg(lengths, "lengths", "Length after n transitions")),
