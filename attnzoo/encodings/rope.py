@@ -57,8 +57,9 @@ class Rotated(AdditiveForms):
         elif valid is None and q.shape[1] == 1:
             phase = shared.double().view(1, 1, 1, -1)
         else:
-            position = torch.arange(1, q.shape[1] + 1, device=q.device)[None] if valid is None else valid.cumsum(1)
-            phase = position.double()[..., None, None] * shared.double()  # [1 or B, T, 1, K/2]
+            T, f64 = q.shape[1], torch.float64
+            position = torch.arange(1, T + 1, dtype=f64, device=q.device)[None] if valid is None else valid.cumsum(1)
+            phase = position[..., None, None] * shared.double()  # [1 or B, T, 1, K/2]
         if state is not None and state.phase is not None:
             phase = phase + state.phase
         if phase.shape[2] > 1:

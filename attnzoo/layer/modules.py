@@ -79,12 +79,12 @@ def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor,
     if look and not linear.decays_unavailable(of.logits):
         return linear.log_decays(of, steps)
     x = wide(of.logits) if of.bias is None else wide(of.logits) + wide(of.bias)
-    log = -softplus(x) if of.opposite else F.logsigmoid(x)
-    if of.log_a is None:
-        return log if of.factor == 1 else log * of.factor, -log if steps else None
-    a = wide(of.log_a).exp() * of.factor
-    per_head = log.unflatten(-1, (len(a), -1)) * a[:, None]
-    return per_head.flatten(-2), -log if steps else None
+    log = F.logsigmoid(-x if of.opposite else x)
+    decay = log if of.factor == 1 else log * of.factor
+    if of.log_a is not None:
+        a = wide(of.log_a).exp()
+        decay = decay * (a if len(a) == log.shape[-1] else a.repeat_interleave(log.shape[-1] // len(a)))
+    return decay, -log if steps else None
 
 
 def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
@@ -251,13 +251,13 @@ class ShortConvolution(nn.Module):
         """The convolution of ``[B, size - 1 + T, channels]``, earlier tokens included, ``[B, T, channels]``."""
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
-        if T == 1:  # a step: two operations instead of two per token of the window
+        if T == 1:  # a step: two operations instead of one per token of the window
             out = (full * weight.mT).sum(1, keepdim=True)
         else:
             first, *later = weight.unbind(1)
             out = full[:, :T] * first
             for i, one in enumerate(later, 1):
-                out = out + full[:, i : i + T] * one
+                out = out.addcmul(full[:, i : i + T], one)
         return self._finish(out)
 
     def _finish(self, out: Tensor) -> Tensor:
