@@ -68,13 +68,5 @@ def decay_between(g: Tensor) -> Tensor:
 
 
 def _between(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> Tensor:
-    between = _differences(sums, dtype).tril_(-1)
+    between = (sums[..., :, None] - sums[..., None, :]).to(dtype).tril_(-1)
     return between if closed is None else between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf)
-
-
-def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """The differences ``c_i - c_j`` of float64 running sums c, ``[..., C, C]`` in ``dtype``, without a float64
-    matrix."""
-    rounded = sums.to(dtype)
-    error = (sums - rounded).to(dtype)
-    return (rounded[..., :, None] - rounded[..., None, :]).add_(error[..., :, None]).sub_(error[..., None, :])

@@ -119,6 +119,20 @@ class QueryBounds:
             self.score.copy_(other.score)
 
 
+def may_prune(queries: int, keys: int, rows: int = 128, cols: int = 64) -> bool:
+    """Whether a block of rows begins after a whole block of keys; else no bound can prune any.
+
+    Args:
+        queries: T, the last of the keys.
+        keys: S.
+        rows: rows per block.
+        cols: keys per block.
+    """
+    if torch.compiler.is_compiling():  # a compiled graph serves other lengths
+        return True
+    return keys - queries + (queries - 1) // rows * rows >= cols
+
+
 def first_kept_keys(
     q: Tensor,
     k: Tensor,

@@ -318,9 +318,12 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, each query head with its own copy."""
+    """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, for each query head; batch and heads can be viewed as one
+    axis, as matrix products do."""
     x = x.to(dtype).transpose(1, 2)
-    return x.contiguous() if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    if x.shape[1] != heads:
+        return x.repeat_interleave(heads // x.shape[1], 1)
+    return x if x.shape[0] == 1 else x.contiguous()
 
 
 def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
@@ -334,6 +337,7 @@ def cut(x: Tensor, size: int) -> Tensor:
     T = x.shape[2]
     if size == T:
         return x[:, :, None]
+    x = x.contiguous()  # batch, heads and blocks can be viewed as one axis
     blocks = (T + size - 1) // size  # no -T % size and no (-1, size): where T is a symbol, both would stay in shapes
     missing = blocks * size - T
     if missing:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.pruning import first_kept_keys
+from attnzoo.algebra.pruning import first_kept_keys, may_prune
 from attnzoo.algebra.transitions import Identity, Transition, heads_first, scaled_queries
 from attnzoo.forms import softmax
 from attnzoo.forms.backends.fox_path import fox_kernel
@@ -43,7 +43,7 @@ class AdditiveForms(softmax.SoftmaxForms):
         if options.window is not None:
             band = Band.of(options.window, state.valid, keys.shape[2], q.device)
         first_kept = None
-        if prune is not None:
+        if prune is not None and may_prune(q.shape[1], len(state), softmax.ROWS):
             gates, bound = cast(Tensor, decay), options.logit_bound
             lower = near_lse(scaled, keys, gates, state.valid, band, options) if prune.bound == "tail" else None
             first_kept = first_kept_keys(scaled, keys, gates, prune, bound, lower=lower, rows=softmax.ROWS)

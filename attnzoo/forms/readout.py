@@ -70,34 +70,44 @@ class Band:
         return (keys < self.starts[:, start:stop, None])[:, None]
 
 
-def block_logits(
-    scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None,
-    given: SoftmaxOptions,
-) -> Tensor:  # fmt: skip
-    """The logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf for masked keys.
+def block_bias(
+    log_decay: Tensor, C: int, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None
+) -> Tensor:
+    """The decays ``[B, H, C, S]`` of a block of C rows over the keys up to it, with a least logit at masked keys; what
+    stands after a row is not defined.
 
     Args:
-        scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Keys after a row are not read.
-        log_decay: gates of all S tokens, ``[B, H, S]``, closed ones too.
+        log_decay: gates of all S tokens, ``[B, H, S]``, closed ones too; the last C are the block's own.
         valid: mask of keys that are no padding, ``[B, 1 or H, S]``, or None for all.
         first_kept: first computed key of the block, ``[B, H]``, or None.
         hidden: mask of keys beyond a row's window, ``[B or 1, 1, C, S]`` bool, or None.
+    """
+    S, least = log_decay.shape[-1], least_logit(log_decay.dtype)
+    bias = decays_over(log_decay, S - C) if S > C else decay_between(log_decay)
+    if valid is not None:
+        bias = bias.masked_fill(~valid[..., None, :], least)
+    if first_kept is not None:
+        bias = bias.masked_fill(torch.arange(S, device=bias.device) < first_kept[..., None, None], least)
+    return bias if hidden is None else bias.masked_fill(hidden, least)
+
+
+def block_logits(scores: Tensor, bias: Tensor, given: SoftmaxOptions) -> Tensor:
+    """The logits ``[B, H, C, S]`` of a block of rows; -inf at later keys and where weights would be denormal.
+
+    Args:
+        scores: ``[B, H, C, S]``, scaled. Keys after a row are not read.
+        bias: from :func:`block_bias`.
         given: options of the call.
     """
-    (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
-    P = S - C
-    bias = decays_over(log_decay, P) if P else decay_between(log_decay)
-    logits = logits_of(scores, given, bias).clamp(min=least)
-    if valid is not None:
-        logits = logits.masked_fill(~valid[..., None, :], least)
-    if first_kept is not None:
-        logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], least)
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, least)
-    future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
-    logits = logits.masked_fill(future, -torch.inf)
+    future = later_keys(scores.shape[-2], scores.shape[-1], scores.device)
+    logits = logits_of(scores, given, bias).masked_fill(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # smaller exponentials would be denormals, which are slow
     return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
+
+
+def later_keys(C: int, S: int, device: torch.device) -> Tensor:
+    """The mask ``[C, S]`` of the keys after each of the last C of S tokens."""
+    return torch.ones(C, S, dtype=torch.bool, device=device).triu(S - C + 1)
 
 
 def decays_over(log_decay: Tensor, P: int) -> Tensor:
@@ -157,8 +167,8 @@ def block_lse(
     if band is not None:
         scores.masked_fill_(band.hidden(first + P, first + n, first), -torch.inf)
     inside = block_decay(log_decay[..., P:])
-    future = torch.ones(C, C, dtype=torch.bool, device=scores.device).triu(1)
-    lse = scores[..., P:].add_(inside.between).masked_fill_(future, -torch.inf).logsumexp(-1)
+    own = scores[..., P:].add_(inside.between).masked_fill_(later_keys(C, C, scores.device), -torch.inf)
+    lse = own.logsumexp(-1)
     if P:
         before = scores[..., :P].add_(decay_to(log_decay, P)[..., None, :]).logsumexp(-1)
         lse = torch.logaddexp(lse, before + inside.entry)

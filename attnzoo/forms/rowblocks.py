@@ -30,7 +30,7 @@ from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions
-from attnzoo.forms.readout import Band, block_logits, least_logit, readout
+from attnzoo.forms.readout import Band, block_bias, block_logits, later_keys, least_logit, readout
 
 SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # largest log-decay over a block for the fused kernel
@@ -78,26 +78,22 @@ def causal_attention(
         o ``[B, H, T, V]``, and the log-sum-exp ``[B, H, T]`` or None. Rows without a visible key are finite but
         arbitrary.
     """
-    B, H, T, K = q.shape
+    B, H, T, _ = q.shape
     S, V, with_lse = k.shape[2], v.shape[3], given.return_lse or given.sink is not None
-    fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
-    plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
-    if given.softcap is not None:  # PyTorch's kernels have none
-        fused = plain = False
+    capped = given.softcap is not None  # PyTorch's kernels have no softcap
+    plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse and not capped
     # a compiled graph serves other lengths
     plain = plain and (q.is_cuda or torch.compiler.is_compiling() or S >= LANES)
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
-        width = -(-max(K, V) // 8) * 8
-        if width != K or width != V:
-            q, k, v = (_widen(x, width) for x in (q, k, v))
+        q, k, v = _of_one_width(q, k, v)
         causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
-        if fused and q.numel() and records(q, k, v):
+        if q.numel() and records(q, k, v) and _on_fused(q):
             return cast(Tensor, _Whole.apply(q, k, v, causal))[..., :V], None  # type: ignore[no-untyped-call]
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)
-        return o if width == V else o[..., :V], None
+        return o if o.shape[-1] == V else o[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not fused or band is not None or not q.numel():
+    if T <= 2 * PLAIN or capped or band is not None or not q.numel() or not _on_fused(q):
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, given)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -181,7 +177,15 @@ def _plain_block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None,
     hidden: Tensor | None, given: SoftmaxOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden, given), v, given)
+    C, S, V = q.shape[2], k.shape[2], v.shape[3]
+    bias = block_bias(log_decay, C, valid, first_kept, hidden)
+    fits = _on_fused(q) and q.numel() > 0 and S >= LANES and given.softcap is None
+    if not fits or records(q, k, v, log_decay):
+        return readout(block_logits(q @ k.mT, bias, given), v, given)
+    if 1 < C < S:
+        bias = bias.masked_fill(later_keys(C, S, q.device), -torch.inf)
+    o, lse = cast(Any, _forward)(*_of_one_width(q, k, v), is_causal=C == S, attn_mask=bias, scale=1.0)
+    return o[..., :V], lse
 
 
 class _Whole(torch.autograd.Function):
@@ -359,6 +363,18 @@ class _Plan:
         grads = cast(Any, _backward)(*(x.flatten(1, 2).contiguous() for x in flat), 0.0, True, scale=1.0)
         dq, dk, dv = (x.unflatten(1, self.q.shape[1:3]).contiguous() for x in grads)
         return dq, F.pad(dk.flatten(2, 3), (0, 0, self.past, 0)), F.pad(dv.flatten(2, 3), (0, 0, self.past, 0))
+
+
+def _on_fused(q: Tensor) -> bool:
+    """Whether PyTorch's fused CPU kernel may be called by its own name."""
+    return _forward is not None and _backward is not None and readable(q) and not in_transform()
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with as many channels as the widest has, in whole groups of 8."""
+    K, V = q.shape[-1], v.shape[-1]
+    width = -(-max(K, V) // 8) * 8
+    return (q, k, v) if K == V == width else (_widen(q, width), _widen(k, width), _widen(v, width))
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

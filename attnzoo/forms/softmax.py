@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.pruning import first_kept_keys
+from attnzoo.algebra.pruning import first_kept_keys, may_prune
 from attnzoo.algebra.transitions import HeadGate, Transition, heads_first, scaled_queries
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.caches.inplace import BatchRows, Memory
@@ -21,7 +21,7 @@ from attnzoo.forms.caches.stores import CarriedKeys, KeyStore
 from attnzoo.forms.options import SoftmaxOptions, check_prune, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
-from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
+from attnzoo.forms.readout import Band, attend_with_sink, block_bias, block_logits, block_lse, readout
 from attnzoo.kernels.common.constants import KEY_UNIT
 
 ROWS = 128
@@ -187,7 +187,7 @@ class SoftmaxForms(Forms):
             decay = heads_first(log_decay, H, dtype)
         band = Band.of(options.window, new.valid, P + T, q.device)
         first_kept, prune = None, options.prune
-        if prune is not None:
+        if prune is not None and may_prune(T, P + T, ROWS):
             lower = None
             if prune.bound == "tail":
                 lower = self._near_lse(scaled, keys, local, decay, carried, new.valid, band, options)
@@ -224,7 +224,7 @@ class SoftmaxForms(Forms):
         T, H = q.shape[1:3]
         given = q, k, v, *(getattr(gate, part) for part in gate.parts)
         traced = in_transform() or torch.compiler.is_compiling()  # a compiled graph serves other lengths than one block
-        if traced or T > ROWS or options.prune is not None or records(*given):
+        if traced or T > ROWS or records(*given):
             return self._attend(q, k, v, gate, None, options)[:2]
         local = HeadGate.of(gate, q)
         scaled = scaled_queries(q, options.scale)
@@ -234,8 +234,8 @@ class SoftmaxForms(Forms):
         if options.window is not None and options.window < T:
             hidden = cast(Band, Band.of(options.window, valid, T, q.device)).hidden(0, T, 0)
         scores = self.transition.scores(scaled, heads_first(k, H, dtype), local)
-        logits = block_logits(scores, decay, None if valid is None else valid[:, None], None, hidden, options)
-        return readout(logits, heads_first(v, H, dtype), options)
+        bias = block_bias(decay, T, None if valid is None else valid[:, None], None, hidden)
+        return readout(block_logits(scores, bias, options), heads_first(v, H, dtype), options)
 
     @torch.no_grad()
     def _near_lse(
@@ -267,12 +267,12 @@ class SoftmaxForms(Forms):
         P, C = carried.shape[-1], q.shape[2]
         first = 0 if band is None else min(band.first(P), P)
         scores = torch.cat([block.q @ carried[..., first:], block.scores], -1)
-        logits = block_logits(
-            scores, decay[..., first:], None if valid is None else valid[:, None, first:],
+        bias = block_bias(
+            decay[..., first:], C, None if valid is None else valid[:, None, first:],
             None if first_kept is None else first_kept - first,
-            None if band is None else band.hidden(P, P + C, first), given,
+            None if band is None else band.hidden(P, P + C, first),
         )  # fmt: skip
-        o, lse = readout(logits, v[:, :, first:], given)
+        o, lse = readout(block_logits(scores, bias, given), v[:, :, first:], given)
         if P:
             carried = self.transition.carry(cast(Tensor, block.total), carried)
         return o, lse, torch.cat([carried, block.k.mT], -1)

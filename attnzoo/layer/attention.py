@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Evict, QueryBounds
+from attnzoo.algebra.pruning import Evict, QueryBounds, may_prune
 from attnzoo.forgetting.cache import Policy
 from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.factors import sub_tokens, token_outputs
@@ -148,7 +148,7 @@ class Attention(AttentionParts):
     def _core(self, projected: Projected, stream: Stream) -> tuple[Tensor, Any]:
         """The core's output ``[B, T, H, V]`` and the state after the call."""
         q, gate, cache = projected.q, projected.gate, stream.cache
-        bound = None if self.prune is None or self.variant.side == "linear" else self._bound(cache, q.dtype)
+        bound = None if self.prune is None or self.variant.side == "linear" else self._bound(stream, q)
         options = self._options(projected.write, stream.valid, stream.cu_seqlens, bound)
         if self.forget is not None and cache is None:  # asked before the form is chosen, as not every form has it
             options = replace(options, return_lse=True)  # type: ignore[type-var]
@@ -196,12 +196,16 @@ class Attention(AttentionParts):
         own = len(self._own_gate) > 0 and self._own_gate[0] is self.gate and self.variant.own
         return own and os.environ.get("ATTNZOO_VALIDATE") != "1"
 
-    def _bound(self, cache: LayerCache | None, dtype: torch.dtype) -> Tensor | None:
-        """The :meth:`logit_bound` of a call; a cache stores it, as it depends on the weights alone."""
+    def _bound(self, stream: Stream, q: Tensor) -> Tensor | None:
+        """The :meth:`logit_bound` of a call; a cache stores it, as it depends on the weights alone, and whole sequences
+        of too few keys to prune have no use for it."""
+        cache = stream.cache
         if cache is None:
-            return self.logit_bound(dtype)
+            tokens = q.shape[1]
+            use = isinstance(stream, OwnCore) or may_prune(tokens, tokens, rows=1)
+            return self.logit_bound(q.dtype) if use else None
         if cache.bound is None:
-            cache.bound = self.logit_bound(dtype)
+            cache.bound = self.logit_bound(q.dtype)
         return cache.bound
 
     def _policy(self, cache: LayerCache, call: Call) -> Policy:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
+from attnzoo.algebra.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction, may_prune
 from attnzoo.samples import random_inputs
 from attnzoo.testing import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
@@ -226,6 +226,25 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     for forms in (attnzoo.forms.additive, attnzoo.forms.softmax):
         monkeypatch.setattr(forms, "first_kept_keys", record)
     return seen
+
+
+@given(problem=problems())
+def test_where_no_block_of_keys_is_before_a_block_of_rows_nothing_is_pruned(
+    problem: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    T, S = problem[0].shape[2], problem[1].shape[2]
+    first = first_kept_keys(*problem, Prune(0.5), rows=ROWS, cols=COLS)
+    assert may_prune(T, S, ROWS, COLS) or not first.any()
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_no_bound_is_searched_for_among_too_few_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, form = spy(monkeypatch), get(name).forms["parallel"]
+    inputs = decaying(name, 100)
+    assert torch.equal(form(*inputs, prune=Prune(0.5)), form(*inputs))
+    assert not seen
+    form(*decaying(name, 200), prune=Prune(0.5))
+    assert seen
 
 
 @pytest.mark.parametrize("eps", [math.exp(-10), 1e-3])

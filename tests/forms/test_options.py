@@ -174,14 +174,14 @@ def test_plain_row_blocks_stand_in_where_pytorch_lacks_the_fused_kernel(monkeypa
 def test_windows_cost_what_they_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No block of rows multiplies with keys that lie before its window."""
     seen: list[int] = []
-    kept = attnzoo.forms.rowblocks.block_logits
+    kept = attnzoo.forms.rowblocks.block_bias
 
-    def logits(scores: Tensor, *rest: Any) -> Tensor:
-        seen.append(scores.shape[-1])
-        return kept(scores, *rest)
+    def bias(decays: Tensor, *rest: Any) -> Tensor:
+        seen.append(decays.shape[-1])
+        return kept(decays, *rest)
 
-    monkeypatch.setattr(attnzoo.forms.rowblocks, "block_logits", logits)
-    monkeypatch.setattr(attnzoo.forms.softmax, "block_logits", logits)
+    monkeypatch.setattr(attnzoo.forms.rowblocks, "block_bias", bias)
+    monkeypatch.setattr(attnzoo.forms.softmax, "block_bias", bias)
     inputs = random_inputs(name, 1, 600, 1, 1, 4, 4, regime="open")
     with block_sizes(32), torch.no_grad():
         got = get(name).forms["parallel"](*inputs, window=20)

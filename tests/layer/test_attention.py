@@ -264,9 +264,9 @@ def test_the_layer_prunes_by_its_qk_norm(name, monkeypatch):
         monkeypatch.setattr(forms, "first_kept_keys", record)
     attn = layer(name, "pro", acp=True)
     with torch.no_grad():
-        attn(rows(1, 20))
+        attn(rows(1, 150))
         attn.q_norm.weight *= 2
-        attn(rows(1, 20))
+        attn(rows(1, 150))
     assert torch.equal(seen[1], 2 * seen[0])
     assert torch.equal(seen[1], attn.logit_bound(torch.float64))
 
