@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.parts import PARTS
-from attnzoo.algebra.sums import power_of_2
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 
 LEAF = 2  # tokens of the smallest group
@@ -77,8 +76,9 @@ class Sums(NamedTuple):
 
 def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
     """The scores ``[..., C, C]`` of all pairs j <= i of a block; q, k and the sums are ``[..., C, K]``."""
-    C = q.shape[-2]
-    size = max(LEAF, power_of_2(C))
+    C, size = int(q.shape[-2]), LEAF  # a number under torch.jit.trace, too
+    while size < C:
+        size *= 2
     if size > C:
         q, k = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k))
         sums = sums.map(lambda x: torch.cat([x, *[x[..., -1:, :]] * (size - C)], -2))
