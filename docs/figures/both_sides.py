@@ -18,6 +18,7 @@ from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, quiet
 from attnzoo.experiments.outcome import Outcome
+from attnzoo.experiments.sizes import curves_of, gains_by_size
 from attnzoo.experiments.statistics import correlation
 
 GATE_COLORS = {
@@ -75,6 +76,13 @@ def both_sides() -> Figure:
         frameon=False, fontsize=9.5, labelcolor="markeredgecolor", handletextpad=0.2, columnspacing=1.4, borderpad=0,
     )  # fmt: skip
     return figure
+
+
+def curves(side: str) -> Figure:
+    """What each part of the factorial gains by the size of the model, after the shortest training."""
+    sizes = measured()
+    outcomes = [found for tokens, _, found in sizes if tokens == sizes[0][0]]
+    return curves_of(find("factorial"), gains_by_size(find("factorial"), outcomes), side)
 
 
 def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> Line2D:

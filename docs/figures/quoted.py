@@ -24,6 +24,7 @@ import numpy as np
 from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.sizes import gains_by_size
 from attnzoo.experiments.statistics import correlation, correlation_seen, difference_seen, without_each
 
 DOCS = Path(__file__).parents[1]
@@ -123,6 +124,25 @@ def without(size: str, recurrence: str, experiment: str = "factorial", number: i
     return float(without_each(one, other)[names.index(recurrence)])
 
 
+def without_noise(size: str, experiment: str, number: int = 0) -> float:
+    """That correlation over what it would be at most with this noise of the seeds: Spearman's correction, with the
+    standard errors of the parts' own models (the base moves all gains alike)."""
+    claim, one, other = _gains(size, experiment, number)
+    reliable = 1.0
+    for side, gains_of in enumerate((one, other)):
+        runs = [outcome(experiment, size).values(Value(pair[side], claim.probe)) for pair in claim.pairs]
+        noise = float(np.mean([x.var(ddof=1) / x.size for x in runs]))
+        reliable *= max(1 - noise / float(gains_of.var(ddof=1)), 1e-9)
+    return correlation(one, other, claim.parts)[0] / math.sqrt(reliable)
+
+
+def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> float:
+    """What an arm gains over its base at a size of several, the smallest first; with ``at`` -1 the p of its change."""
+    rows = gains_by_size(find(experiment), [outcome(experiment, size) for size in sizes])
+    [row] = [row for row in rows if row.lower.arm == arm]
+    return row.p if at < 0 else float(row.gains[at])
+
+
 def interval(size: str, experiment: str, number: int) -> tuple[float, float]:
     """The middle 95% of it that a verdict states."""
     [found] = re.findall(r"95% (-?[\d.]+) to (-?[\d.]+)", verdict(experiment, size, number))
@@ -185,8 +205,8 @@ def modelled(name: str, *args: Any, **options: Any) -> Any:
 
 NAMES = {
     each.__name__: each for each in (
-        row, ms, over, error, seeds, mean, stated, gains, without, left, logged, small, sorted, modelled, given, min,
-        max, round, interval, power, difference_seen,
+        row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
+        sorted, modelled, given, min, max, round, interval, power, difference_seen,
     )
 }  # fmt: skip
 

@@ -80,6 +80,8 @@ def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
     save("equal-memory", equal_memory)
     save("both-sides", both_sides.both_sides)
+    for side in ("linear", "softmax"):
+        save(f"gains-by-size-{side}", partial(both_sides.curves, side))
     for name in names():
         for measured in find(name).measured:
             save(drawing(name, measured), partial(_picture, name, measured.size))

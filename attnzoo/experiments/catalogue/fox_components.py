@@ -72,7 +72,7 @@ EXPERIMENT = Experiment(
                     f"{PAPER}, appendix F.2 and Figure 11",
                     below(AddedByLength().name, ("RoPE, QK-norm", "Transformer (LLaMA)"))),
         Expectation("Each component helps the Transformer, too, where it is added to those before it.",
-                    f"{PAPER}, appendix F.2",
+                    "our own question, after its Figure 11",
                     in_order(*map(loss, ("Transformer (Pro)", *(arm.name for arm in reversed(WITH_ROPE)),
                                          "Transformer (LLaMA)")))),
     ),

@@ -52,14 +52,15 @@ EXPERIMENT = Experiment(
         Expectation("More training tokens make FoX worse beyond its training context.", f"{PAPER}, Figure 5",
                     All(tuple(Below(added("FoX (Pro)", 2e-3, fewer), added("FoX (Pro)", 2e-3, more))
                               for fewer, more in pairwise(TIMES)))),
-        Expectation("So does a learning rate that is lower.", "our own reading of its Figure 5",
+        Expectation("So does a learning rate that is lower.", "our own question, after its Figure 5",
                     Below(*reversed(spread("FoX (Pro)", True)))),
         Expectation("FoX is better than the Transformer at every rate and with any number of tokens.",
-                    f"{PAPER}, Figures 2 and 24",
+                    "our own question, after its Figure 2",
                     below("loss", *((name_of("FoX (Pro)", rate, tokens), name_of("Transformer (Pro)", rate, tokens))
                                     for rate in RATES for tokens in TIMES))),
         Expectation("The Transformer's loss beyond its training context rises with the tokens by more than FoX's.",
-                    f"{PAPER}, Figure 24", Wider(spread("Transformer (Pro)", False), spread("FoX (Pro)", False))),
+                    "our own question, after its Figure 24",
+                    Wider(spread("Transformer (Pro)", False), spread("FoX (Pro)", False))),
     ),
     grids=tuple(
         Grid(f"{title}, {model}", tuple(f"rate {rate:g}" for rate in RATES), tuple(f"{t} the tokens" for t in TIMES),
