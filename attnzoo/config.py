@@ -6,16 +6,6 @@ from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig
 from attnzoo.training.recipe import config_differences, load_config, save_config, to_yaml
 
 __all__ = [
-    "DataConfig",
-    "Extension",
-    "ForgettingConfig",
-    "LayerSpec",
-    "ModelConfig",
-    "OptimizerConfig",
-    "TrainConfig",
-    "WeightedSource",
-    "config_differences",
-    "load_config",
-    "save_config",
-    "to_yaml",
-]
+    "DataConfig", "Extension", "ForgettingConfig", "LayerSpec", "ModelConfig", "OptimizerConfig", "TrainConfig",
+    "WeightedSource", "config_differences", "load_config", "save_config", "to_yaml",
+]  # fmt: skip

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from trained import HERE, ROOT, model_of
+from trained import HERE, configured, model_of
 
-from attnzoo.config import TrainConfig, load_config
+from attnzoo.config import TrainConfig
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.models import LanguageModel
 from attnzoo.precision import GateAffine
@@ -48,9 +48,7 @@ class Facts:
 
 def home_config() -> TrainConfig:
     """The FoX of the home page."""
-    config = load_config(HERE / "home.yaml")
-    config.output_dir = str(ROOT / config.output_dir)
-    return config
+    return configured("home.yaml")  # type: ignore[no-any-return]
 
 
 def write(model: LanguageModel, facts: Facts) -> str:

@@ -15,6 +15,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.data import build_data, heldout_windows
+from attnzoo.evaluation.layers import each_layer
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
@@ -26,18 +27,21 @@ ROOT = HERE.parents[1]
 Array = npt.NDArray[np.float64]
 
 
-def zoo_config() -> CompareConfig:
-    """The comparison of all variants."""
-    config = load_config(HERE / "zoo.yaml", [], CompareConfig)
+def configured(name: str, schema: Any = TrainConfig) -> Any:
+    """The configuration in a file beside this one, with its folder below the repository's."""
+    config = load_config(HERE / name, [], schema)
     config.output_dir = str(ROOT / config.output_dir)
     return config
+
+
+def zoo_config() -> CompareConfig:
+    """The comparison of all variants."""
+    return configured("zoo.yaml", CompareConfig)
 
 
 def fox_config() -> TrainConfig:
     """The FoX of the figures about gates and pruning."""
-    config = load_config(HERE / "fox.yaml")
-    config.output_dir = str(ROOT / config.output_dir)
-    return config
+    return configured("fox.yaml")
 
 
 def path_config() -> TrainConfig:
@@ -70,24 +74,12 @@ class Core:
     gate: Gate
 
 
-@torch.inference_mode()
 def cores(model: LanguageModel, tokens: Tensor) -> list[Core]:
     """Every layer's core on one sequence of token ids ``[T]``."""
-    seen: list[Projected] = []
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
 
-    def project(module: Any, args: tuple[Any, ...]) -> None:
-        seen.append(module.project(args[0]))
-
-    hooks = [layer.register_forward_pre_hook(project) for layer in layers]
-    try:
-        model(tokens[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found = []
-    for index, (layer, core) in enumerate(zip(layers, seen, strict=True)):
+    def given(layer: Attention, core: Projected) -> tuple[Tensor, Tensor, Tensor, Gate]:
         scale = default_scale(core.q) if layer.scale is None else layer.scale
-        gate = core.gate.map(lambda part: part.double())
-        found.append(Core(index, core.q[0].double() * scale, core.k[0].double(), core.v[0].double(), gate))
-    return found
+        q, k, v = (x[0].double() for x in (core.q, core.k, core.v))
+        return q * scale, k, v, core.gate.map(lambda part: part.double())
+
+    return [Core(number, *found) for number, found in each_layer(model, tokens, given)]
