@@ -61,6 +61,12 @@ def nearest(name: object, options: Iterable[str], cutoff: float = 0.5) -> str | 
     return by_fold[close[0]] if close else None
 
 
+def did_you_mean(name: object, options: Iterable[str]) -> str:
+    """The end of a message about a `name`, which offers the nearest option; empty where none is close."""
+    close = nearest(name, options)
+    return f"; did you mean {close!r}?" if close else ""
+
+
 def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:
     """The error for a `name` that is not among `options`; the caller raises it.
 
@@ -73,8 +79,7 @@ def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of
     if not listed:
         return ValueError(f"{said}: none is expected")
     message = f"{said}: expected one of {', '.join(listed)}{f', or {other}' if other else ''}"
-    close = nearest(name, listed)
-    return ValueError(f"{message}; did you mean {close!r}?" if close else message)
+    return ValueError(message + did_you_mean(name, listed))
 
 
 def check_least(least: float, **numbers: float | None) -> None:

@@ -54,6 +54,7 @@ from attnzoo.benchmarks.measure import (
     race,
     save,
 )
+from attnzoo.files import run_file
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.fox import fox_attention, kept_fraction
@@ -79,16 +80,12 @@ def official_module(path: Path | None) -> Any:
     """The official kernel, from the installed package or from its file.
 
     Raises:
-        ImportError: neither is found.
+        ImportError: it is not installed.
+        ValueError: the file fails.
     """
     if path is None:
         return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
-    spec = importlib.util.spec_from_file_location("official_fox", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no Python file at {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return run_file(path, "official_fox")
 
 
 def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:

@@ -26,7 +26,7 @@ from attnzoo.data.config import check_pattern
 from attnzoo.data.markup import plain
 from attnzoo.data.texts import files_in, is_hidden, text_of, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
-from attnzoo.errors import nearest
+from attnzoo.errors import did_you_mean
 from attnzoo.files import check_free, parse_json, part_of, scratch_folder
 
 LINES = (".jsonl", ".ndjson")  # formats with a JSON document per line
@@ -245,9 +245,8 @@ class _Field:
         if not self.documents + self.damaged:
             raise ValueError(f"json_field={self.name!r}: expected files called .json, .jsonl or .ndjson, got none")
         if self.documents and not self.found:
-            close = nearest(self.name, self.others)
             said = f"json_field={self.name!r}: expected a text under that name in JSON, got none in {self.documents:,} "
-            raise ValueError(f"{said}documents{f'; did you mean {close!r}?' if close else ''}")
+            raise ValueError(f"{said}documents{did_you_mean(self.name, self.others)}")
 
 
 def _documents(

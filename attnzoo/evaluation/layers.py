@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -50,10 +51,8 @@ def each_layer(
             found.append((layers.index(cast(Attention, module)), measured))
 
     asked = [layer for number, layer in enumerate(layers) if numbers is None or number in numbers]
-    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in asked]
-    try:
+    with ExitStack() as hooks:
+        for layer in asked:
+            hooks.callback(layer.register_forward_pre_hook(look, with_kwargs=True).remove)
         getattr(model, "hidden", model)(tokens[None].to(next(model.parameters()).device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import nearest
+from attnzoo.errors import did_you_mean
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -46,9 +46,8 @@ def find_config(config: str | Path, command: str, also: Sequence[str] = ()) -> P
         goes_on, source = shlex.join(["attnzoo", "train", str(run)]), shlex.quote(f"data.source={config}")
         how = f"`{goes_on}` goes on with this run" if run.is_file() else f"{source} trains on it"
         raise FileNotFoundError(f"{str(config)!r} is a folder: expected a configuration; {how}")
-    close = nearest(Path(config).stem, [*known, *names, *also])
     or_preset = ", or a preset (`attnzoo list --presets`)" if names else ""
     raise FileNotFoundError(
         f"no configuration file {str(config)!r}, and none of that name is built in: expected a path or one of "
-        f"{', '.join([*known, *also])}{or_preset}" + (f"; did you mean {close!r}?" if close else "")
+        f"{', '.join([*known, *also])}{or_preset}" + did_you_mean(Path(config).stem, [*known, *names, *also])
     )

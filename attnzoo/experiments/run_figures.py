@@ -173,7 +173,10 @@ def overlay(*pictures: Overlaid) -> Figure:
 
 
 def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
-    lines = [replace(line, x=line.x[::-1], y=line.y[::-1], error=_reversed(line.error)) for line in picture.lines]
+    lines = [
+        replace(line, x=line.x[::-1], y=line.y[::-1], error=None if line.error is None else line.error[::-1])
+        for line in picture.lines
+    ]
     for line in lines:
         drawn = axes.errorbar(
             line.x, line.y, yerr=line.error, color=line.look.color, linewidth=1.7, elinewidth=1.1, capsize=2.5,
@@ -204,7 +207,3 @@ def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
     if picture.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     figures.name_line_ends(axes, lines, min(every) / 1.03, 0)
-
-
-def _reversed(x: Array | None) -> Array | None:
-    return None if x is None else x[::-1]

@@ -29,7 +29,7 @@ from attnzoo.data.tokenizer import (
 )
 from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
-from attnzoo.errors import UnavailableError, nearest
+from attnzoo.errors import UnavailableError, did_you_mean
 from attnzoo.files import json_object
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import identity, read_progress, usable_checkpoint
@@ -219,8 +219,7 @@ def load_trained(
 def _what_is_there(source: Path) -> str:
     """A hint, for an error, about a path that is neither a run nor a model folder."""
     if not source.exists():
-        close = nearest(str(source), small_models())
-        return ", which does not exist" + (f"; did you mean {close!r}?" if close else "")
+        return ", which does not exist" + did_you_mean(str(source), small_models())
     if not source.is_dir():
         return ", which is a file"
     inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}

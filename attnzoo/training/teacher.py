@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -128,12 +128,11 @@ def _calls(model: LanguageModel, layers: Collection[int]) -> Iterator[dict[int, 
     def noting(number: int) -> Any:
         return lambda _, args, given, output: seen.__setitem__(number, (args[0], given.get("first"), output))
 
-    hooks = [model.attentions()[number].register_forward_hook(noting(number), with_kwargs=True) for number in layers]
-    try:
+    with ExitStack() as hooks:
+        for number in layers:
+            hook = model.attentions()[number].register_forward_hook(noting(number), with_kwargs=True)
+            hooks.callback(hook.remove)
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _distilled(

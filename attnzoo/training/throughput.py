@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -153,12 +153,10 @@ def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iter
 
         return measure
 
-    hooks = [layer.register_forward_hook(note(number), with_kwargs=True) for number, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for number, layer in layers.items():
+            hooks.callback(layer.register_forward_hook(note(number), with_kwargs=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _share(layer: Attention, x: Tensor, cu_seqlens: Tensor | None, first: list[Tensor] | None) -> Tensor:

@@ -125,17 +125,14 @@ def _evaluate(
         if as_lines:
             click.echo(json.dumps(content, allow_nan=False))
         else:
-            click.echo("\n".join([_heading(name, options), *entry.lines(found)]))
+            heading = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
+            click.echo("\n".join([heading, *entry.lines(found)]))
         if folder is not None:
             figure = None if entry.picture is None else entry.picture(found)
             page = None if entry.page is None else entry.page(found, subject.title)
             files = saved.save(folder, file, content, figure, page)
             if not as_lines:
                 click.echo("\n".join(str(file) for file in files))
-
-
-def _heading(name: str, options: dict[str, Any]) -> str:
-    return ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
 def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:

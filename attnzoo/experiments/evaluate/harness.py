@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from lm_eval.tasks import TaskManager
 
 from attnzoo.data.tasks import UNASKED
 from attnzoo.data.unfolding import Unfolding
-from attnzoo.errors import nearest, unknown
+from attnzoo.errors import did_you_mean, unknown
 from attnzoo.evaluation.scores import score_targets
 from attnzoo.experiments.evaluate.suites import AVERAGED, SUITES
+from attnzoo.files import run_file
 from attnzoo.models.generation.engine import Generator
 from attnzoo.trained.model import TrainedModel
 
@@ -257,10 +257,8 @@ def run_harness(
     manager = TaskManager(include_defaults=not files)  # reading all stock tasks takes a minute
     for name in names if not files else ():
         if name not in manager.all_tasks:
-            close = nearest(name, [*SUITES, *manager.all_tasks])
-            raise ValueError(
-                f"task: lm-eval has none of the name {name!r}" + (f"; did you mean {close!r}?" if close else "")
-            )
+            hint = did_you_mean(name, [*SUITES, *manager.all_tasks])
+            raise ValueError(f"task: lm-eval has none of the name {name!r}{hint}")
     found = simple_evaluate(
         adapter, tasks=[_definition(file) for file in files] or names, num_fewshot=asked_shots,
         limit=limit, log_samples=False, bootstrap_iters=1000, task_manager=manager,
@@ -325,11 +323,7 @@ def _function(path: Path, name: str) -> Any:
     file = path.with_name(f"{module}.py")
     if not file.is_file():
         raise FileNotFoundError(f"task: there is no file {str(file)!r}, from which {path} takes {name!r}")
-    spec = spec_from_file_location(f"{path.stem}_{module}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(made := module_from_spec(spec))
-    return getattr(made, function)
+    return getattr(run_file(file, f"{path.stem}_{module}"), function)
 
 
 def _beside(folder: Path, files: Any) -> Any:

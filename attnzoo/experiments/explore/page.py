@@ -66,7 +66,7 @@ def work_of(asked: Explored) -> dict[str, Callable[[], Any]]:
     work: dict[str, Callable[[], Any]] = {
         f"laws {number}": check for number, check in enumerate(checks(asked.names, where))
     }
-    work["decays"] = partial(_decays, linear, seed)
+    work["decays"] = lambda: {regime: measures.left_over(linear, regime, seed) for regime in measures.REGIMES}
     for side in asked.sides:
         work[f"maps {side.name}"] = partial(_weights, side, seed)
     work["states"] = lambda: (measures.states(linear, seed), [measures.grows(side) for side in asked.sides])
@@ -83,10 +83,6 @@ def _training(asked: Explored) -> dict[str, Callable[[], Any]]:
         return {}
     able = [side for side in asked.sides if not LAWS["layer"].refuses(side)]
     return {f"probe {side.name}": partial(asked.probe.trained, side.name) for side in able}
-
-
-def _decays(variant: Variant, seed: int) -> dict[str, tuple[Array, Array]]:
-    return {regime: measures.left_over(variant, regime, seed) for regime in measures.REGIMES}
 
 
 def _weights(variant: Variant, seed: int) -> tuple[Array, Array]:

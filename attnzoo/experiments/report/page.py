@@ -65,6 +65,7 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
         for of_group in groups.values()
         for key, look in figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in of_group]).items()
     }
+    machines = [result.facts.machine for result in results]
     return render_template(
         "page.html.j2",
         title=title,
@@ -77,7 +78,7 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
         sections=[_training(results, looks), _token_loss(results, looks), _perplexity(results, looks)],
         gated=[_gates(result, looks[result.facts.key]) for result in results if result.gates],
         models=list(dict.fromkeys(result.facts.model for result in results)),
-        machines=_distinct([result.facts.machine for result in results]),
+        machines=[machine for number, machine in enumerate(machines) if machine not in machines[:number]],
         first=results[0],
         budget=_budget(results),
         settings=[(result.facts.label, result.facts.settings) for result in results],
@@ -383,7 +384,3 @@ def _gates(result: RunResult, look: Look) -> dict[str, Any]:
         "window": result.gates[0].window,
         "block": block,
     }
-
-
-def _distinct(items: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    return [item for index, item in enumerate(items) if item not in items[:index]]

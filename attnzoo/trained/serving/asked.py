@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attnzoo.errors import check_kinds, nearest
+from attnzoo.errors import check_kinds, did_you_mean
 from attnzoo.models.generation.sampling import Sampling
 from attnzoo.trained.model import TrainedModel
 from attnzoo.trained.serving.worker import WantedText
@@ -142,8 +142,7 @@ def _known(fields: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
             if not any(type(value) is type(one) and value == one for one in NEUTRAL[name]):
                 raise FieldError(name, f"expected {NEUTRAL[name][0]!r}, for nothing else is served, got {value!r}")
         elif name not in names:
-            close = nearest(name, names)
-            raise FieldError(name, "no such field is served" + (f"; did you mean {close!r}?" if close else ""))
+            raise FieldError(name, "no such field is served" + did_you_mean(name, names))
     return {name: value for name, value in given.items() if name not in NEUTRAL}
 
 
