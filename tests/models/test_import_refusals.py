@@ -65,7 +65,7 @@ OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_l
                 "vocab_size": 5,
                 "activation_function": "relu",
             },
-            "activation_function = 'relu' is not supported",
+            r"activation_function = 'relu' is not supported \(only 'gelu_new', 'gelu_pytorch_tanh', ",
         ),
         ({"model_type": "gpt2", "n_embd": "8"}, "n_embd: expected"),
         ({"model_type": "gpt2", "n_embd": 8, "n_head": 9, "n_layer": 1}, "num_attention_heads: expected at most"),
@@ -77,6 +77,40 @@ OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_l
 def test_what_cannot_be_imported_is_named(fields, message):
     with pytest.raises(ValueError, match=message):
         peer_of(fields)
+
+
+OLMOS = "'olmo2', 'olmo3', 'olmo_hybrid'"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "flex_olmo", "num_experts": 7}, rf"its layers have experts, .*; of its family load {OLMOS}$"),
+        (
+            {"model_type": "gemma9", "vision_config": {"a": 1}, "audio_config": {"a": 1}},
+            "it reads images and sounds, .*; of its family load 'gemma', 'gemma2', 'gemma3_text', 'gemma3'$",
+        ),
+        (
+            {
+                "model_type": "qwen9_omni",
+                "thinker_config": {"audio_config": {"a": 1}, "text_config": {"num_experts": 8}},
+            },
+            "it reads sounds, for which .* place, and its layers have experts, .* load 'qwen2', 'qwen3'",
+        ),
+        (
+            {"model_type": "seer", "vision_config": {"a": 1}, "text_config": {"model_type": "llama"}},
+            r"it reads images, for which nothing here has a place \(the language model within it, .* is of 'llama'\)$",
+        ),
+    ],
+)
+def test_experts_images_and_sounds_of_kinds_without_an_entry_are_named(fields, message):
+    with pytest.raises(
+        ValueError, match=rf"^config\.json: model_type '{fields['model_type']}' is not supported: {message}"
+    ):
+        peer_of(fields)
+    plain = {"model_type": fields["model_type"], "num_experts": 0, "vision_config": None}
+    with pytest.raises(ValueError, match="unknown model_type"):
+        peer_of(plain)
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])

@@ -22,7 +22,7 @@ from attnzoo.files import json_object
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers.settings import DTYPES, Settings
-from attnzoo.models.peers.table import AROUND, PEERS, WITHOUT
+from attnzoo.models.peers.table import AROUND, PEERS, WITHOUT, unserved
 from attnzoo.models.peers.weights import Weights
 from attnzoo.models.swap import Unfilled
 
@@ -107,7 +107,8 @@ def peer_of(fields: dict[str, Any]) -> Peer:
     if kind in WITHOUT:
         raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
-        error = unknown("model_type", kind, PEERS)
+        without = unserved(kind, fields)
+        error = unknown("model_type", kind, PEERS) if without is None else without
         raise ValueError(f"config.json: {error}{_inside(fields)}")
     if "text_config" in Settings(fields):
         raise ValueError(

@@ -26,7 +26,7 @@ def gpt2(settings: Settings) -> Peer:
     settings.only("add_cross_attention", False)
     settings.only("reorder_and_upcast_attn", False, True)  # only how the same scores are rounded
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
-    settings.only("activation_function", "gelu_new", *ACTIVATIONS)
+    settings.only("activation_function", *ACTIVATIONS)
     scale = head_dim(settings, D, H) ** -0.5 if settings.get("scale_attn_weights", True) else 1.0
     by_depth = settings.get("scale_attn_by_inverse_layer_idx", False)
     scales = [scale / (index + 1) if by_depth else scale for index in range(L)]

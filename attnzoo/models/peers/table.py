@@ -5,7 +5,9 @@ A new kind is a row of :data:`PEERS` and the function that it names. `attnzoo im
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 NORMS = "norms scale by 1 + w, rounded to the dtype of the weights"
 ANGLES = "of angles that change with the length, those of the original context"
@@ -65,6 +67,8 @@ PEERS = {
 AROUND = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
 EXPERTS = "its layers have experts, for which the decoder has no place"
 IMAGES = "it reads images, for which nothing here has a place"
+SENSES = {"vision_config": "images", "audio_config": "sounds"}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts
 WITHOUT = {  # known kinds of models that have no mapping
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
     "mamba": "its decay per channel and state is one that no variant has; 'mamba2' loads",
@@ -100,3 +104,27 @@ def readers_table() -> dict[str, tuple[str, str]]:
             found[outer] = row.becomes, f"without images; {row.differs}" if row.differs else "without images"
         found[kind] = row.becomes, row.differs
     return found | {kind: ("-", why) for kind, why in WITHOUT.items()}
+
+
+def unserved(kind: str, fields: Mapping[str, Any]) -> str | None:
+    """What a model of an unknown kind has that nothing here serves, and which of its family load; None for nothing."""
+    every = dict(_nested(fields))
+    read = [what for name, what in SENSES.items() if every.get(name)]
+    has = [f"it reads {' and '.join(read)}, for which nothing here has a place"] if read else []
+    if any(isinstance(count := every.get(name), int) and count > 1 for name in COUNTS):
+        has.append(EXPERTS)
+    if not has:
+        return None
+    words = set(re.findall("[a-z]+", kind))
+    family = ", ".join(repr(name) for name in (*PEERS, *AROUND) if words & set(re.findall("^[a-z]+", name)))
+    return f"model_type {kind!r} is not supported: {', and '.join(has)}" + (
+        f"; of its family load {family}" if family else ""
+    )
+
+
+def _nested(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields with those of the configurations within."""
+    for name, value in fields.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from _nested(value)
