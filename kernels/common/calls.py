@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast, get_args, overload
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from attnzoo.kernels.common.dense_reference import summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
 
 Layout = Literal["bthd", "bhtd"]
-WITH_HEADS = ("log_decay", "log_diag", "w", "beta", "receivers")  # beside q, k and v: [B, T, heads, ...]
+WITH_HEADS = ("v", "log_decay", "log_diag", "w", "beta", "receivers")  # beside q and k: [B, T, heads, ...]
 
 
 class AttentionFunction(Protocol):
@@ -33,24 +34,35 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
+R = TypeVar("R")
+
+
 def attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> AttentionFunction:
-    """The function, typed by ``return_lse``, with a ``layout``: ``"bhtd"`` where heads come before tokens everywhere.
+    """The function with a layout (:func:`with_layout`), typed by ``return_lse``."""
+    return cast(AttentionFunction, with_layout(function))
+
+
+def with_layout(function: Callable[..., R]) -> Callable[..., R]:
+    """The function with a ``layout``: ``"bhtd"`` where heads come before tokens in all but a state.
 
     A call that says neither layout nor implementation is told where its heads and tokens look exchanged.
     """
+    names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def call(q: Any, k: Any, v: Any, *, layout: Layout | None = None, **options: Any) -> Any:
+    def call(q: Any, k: Any, *more: Any, layout: Layout | None = None, **options: Any) -> Any:
         if layout == "bhtd":
+            options |= zip(names[2:], more, strict=False)
             turned = {name: _turned(options[name]) for name in WITH_HEADS if name in options}
-            return _turned(function(_turned(q), _turned(k), _turned(v), **{**options, **turned}))
+            made = function(_turned(q), _turned(k), **{**options, **turned})
+            return (_turned(made[0]), *made[1:]) if "state" in names else _turned(made)
         if layout not in (None, "bthd"):
             raise unknown("layout", layout, get_args(Layout))
         if layout is None and options.get("impl", "auto") == "auto":
             _look_at_layout(q, k)
-        return function(q, k, v, **options)
+        return function(q, k, *more, **options)
 
-    return cast(AttentionFunction, call)
+    return cast(Callable[..., R], call)
 
 
 def with_lse(both: Callable[..., tuple[Tensor, Tensor]]) -> AttentionFunction:

@@ -24,7 +24,7 @@ from attnzoo.kernels.common.call_checks import (
     refuse_receivers,
     share_kept,
 )
-from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned, with_layout
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
@@ -161,12 +161,14 @@ def fox_attention(
     return returned(op.fox_forward_op(given), return_lse)
 
 
+@with_layout
 @torch.no_grad()
 def kept_fraction(
     q: Tensor,
     k: Tensor,
     *,
     log_decay: Tensor,
+    layout: Layout | None = None,
     impl: Impl = "auto",
     **named: Any,
 ) -> Tensor:

@@ -9,11 +9,13 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
 from attnzoo.kernels.common.call_checks import check_attention, kernels_unavailable
+from attnzoo.kernels.common.calls import with_layout
 from attnzoo.kernels.common.options import AttentionOptions
 
 MOST_CHANNELS = 256
 
 
+@with_layout
 def linear_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None, *,
     scale: float | None = None, cu_seqlens: Tensor | None = None, keeps_state: bool = False, prune: Prune | None = None,
@@ -23,6 +25,9 @@ def linear_chunks(
     Sums and states are float32; between chunks states are rounded to the dtype of q (float16: they stay float32). The
     gradient of a gate is summed pair by pair where it acts, so its error does not grow with the text. All is
     deterministic.
+
+    With ``layout="bhtd"`` heads come before tokens in q, k, v, log_decay and o; where nothing is said, a warning comes
+    where there are more heads than tokens.
 
     Args:
         q: [B, T, H, K], K up to 256.

@@ -25,7 +25,7 @@ from attnzoo.kernels.common.call_checks import (
     refuse_receivers,
     share_kept,
 )
-from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned
+from attnzoo.kernels.common.calls import Layout, attention, cast_for_autocast, reference_share, returned, with_layout
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.options import AttentionOptions
@@ -153,6 +153,7 @@ def path_attention(
     return returned(made, return_lse)
 
 
+@with_layout
 @torch.no_grad()
 def kept_fraction(
     q: Tensor,
@@ -161,6 +162,7 @@ def kept_fraction(
     w: Tensor,
     beta: Tensor,
     log_decay: Tensor,
+    layout: Layout | None = None,
     impl: Impl = "auto",
     **named: Any,
 ) -> Tensor:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from attnzoo import Prune
-from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.linear import linear_chunks
+from attnzoo.kernels.path import kept_fraction as kept_fraction_of_path
 from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.wall import wall_attention
 
@@ -71,3 +73,33 @@ def test_exchanged_axes_are_seen():
         fox_attention(q[:, -1:], k, v, log_decay=g)  # a step
     with pytest.raises(ValueError, match=r"^unknown layout 'bhsd': expected one of bthd, bhtd; did you mean"):
         fox_attention(q, k, v, log_decay=g, layout="bhsd")
+
+
+@pytest.mark.parametrize(("function", "parts"), [(kept_fraction, []), (kept_fraction_of_path, ["w", "beta"])])
+def test_shares_of_what_is_computed_know_both_layouts(function, parts):
+    q, k, _, gate = inputs()
+    gate = {name: gate[name] for name in [*parts, "log_decay"]}
+    expected = function(q, k, **gate, prune=Prune(1e-3))
+    turned = {name: x.transpose(1, 2) for name, x in {"q": q, "k": k, **gate}.items()}
+    assert torch.equal(function(turned.pop("q"), turned.pop("k"), **turned, prune=Prune(1e-3), layout="bhtd"), expected)
+    with pytest.warns(UserWarning, match="layout='bhtd'"):
+        function(*[turned_like(q)] * 2, **{name: turned_like(gate[name], heads=H) for name in gate})
+
+
+def turned_like(x, heads=H):
+    """Axes exchanged, with as many heads as queries have."""
+    return x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)
+
+
+def test_a_recurrence_knows_both_layouts_and_leaves_its_state_alone():
+    q, k, v, gate = inputs()
+    g, state = gate["log_decay"], torch.randn(B, H, K, K)
+    o, last = linear_chunks(q, k, v, g, state, keeps_state=True)
+    turned = [x.transpose(1, 2) for x in (q, k, v, g)]
+    o2, last2 = linear_chunks(*turned, state, keeps_state=True, layout="bhtd")
+    torch.testing.assert_close((o2.transpose(1, 2), last2), (o, last))
+    o2, last2 = linear_chunks(*turned[:3], log_decay=turned[3], keeps_state=False, layout="bhtd")
+    assert o2.shape == (B, H, T, K)
+    assert last2 is None
+    with pytest.warns(UserWarning, match=r"^q: 12 heads of 4 tokens"):
+        linear_chunks(*[turned[0]] * 3, turned[3])

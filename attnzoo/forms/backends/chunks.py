@@ -70,6 +70,7 @@ def decay_chunks(x: Prepared) -> tuple[Tensor, Tensor | None]:
     return linear_chunks(
         x.q, x.k, x.v, None if g is None else g.float(), given["initial_state"], scale=given["scale"],
         cu_seqlens=given["cu_seqlens"], keeps_state=given["output_final_state"], prune=given.get("prune"),
+        layout="bthd",
     )  # fmt: skip
 
 

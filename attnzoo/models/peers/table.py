@@ -6,7 +6,7 @@ A new kind is a row of :data:`PEERS` and the function that it names. `attnzoo im
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 NORMS = "norms scale by 1 + w, rounded to the dtype of the weights"
@@ -108,7 +108,10 @@ def readers_table() -> dict[str, tuple[str, str]]:
 
 def unserved(kind: str, fields: Mapping[str, Any]) -> str | None:
     """What a model of an unknown kind has that nothing here serves, and which of its family load; None for nothing."""
-    every = dict(_nested(fields))
+    inside = [fields]
+    for one in inside:
+        inside += [value for value in one.values() if isinstance(value, Mapping)]
+    every = {name: value for one in inside for name, value in one.items()}
     read = [what for name, what in SENSES.items() if every.get(name)]
     has = [f"it reads {' and '.join(read)}, for which nothing here has a place"] if read else []
     if any(isinstance(count := every.get(name), int) and count > 1 for name in COUNTS):
@@ -120,11 +123,3 @@ def unserved(kind: str, fields: Mapping[str, Any]) -> str | None:
     return f"model_type {kind!r} is not supported: {', and '.join(has)}" + (
         f"; of its family load {family}" if family else ""
     )
-
-
-def _nested(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields with those of the configurations within."""
-    for name, value in fields.items():
-        yield name, value
-        if isinstance(value, Mapping):
-            yield from _nested(value)
