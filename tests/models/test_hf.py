@@ -197,6 +197,19 @@ def test_scaled_angles_stay_where_another_attention_is_asked_for(auto, tmp_path,
     assert torch.equal(back.model.blocks[0].attention.gate.angle, angles)
 
 
+@pytest.mark.parametrize("auto", [True, False])
+def test_another_attention_alone_leaves_out_the_options_that_it_has_no_use_for(auto, tmp_path, caplog):
+    build("rope", attention_options={"theta": 500.0, "num_kv_heads": 1}).save_pretrained(tmp_path)
+    loader = transformers.AutoModelForCausalLM if auto else AttnzooForCausalLM
+    changed = loader.from_pretrained(tmp_path, attention="fox")
+    assert changed.config.attention_options == {"num_kv_heads": 1}
+    assert "model.attention: fox has no use for theta, left out" in caplog.messages
+    with pytest.raises(ValueError, match="unknown option 'theta' of 'fox'"):  # typed
+        loader.from_pretrained(tmp_path, attention="fox", attention_options={"theta": 500.0})
+    kept = loader.from_pretrained(tmp_path, attention="rope")
+    assert kept.config.attention_options == {"theta": 500.0, "num_kv_heads": 1}
+
+
 def test_auto_classes_know_the_model_when_transformers_came_first(tmp_path):
     """The other order is that of a tutorial, whose code runs in a process of its own too."""
     build().save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from attnzoo.layer.build import BUILD_OPTIONS
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GATES, gate_options
 from attnzoo.models.config import THEIRS, ModelConfig
+from attnzoo.models.swap import swapped
 
 # names of the cache in calls and outputs: up to transformers 5.23, and from 5.24 on
 CACHE_NAMES = ("past_key_values", "cache")
@@ -62,6 +63,17 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
     def native(self) -> ModelConfig:
         """This configuration as the decoder's :class:`~attnzoo.models.config.ModelConfig`."""
         return ModelConfig(**{field.name: getattr(self, name) for name, field in _FIELDS.items()})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The configuration, as `PretrainedConfig` makes it; with another `attention` and no `attention_options`, those
+        of the file that it has a use for stay."""
+        asked, options = kwargs.get("attention"), config_dict.get("attention_options")
+        if asked not in (None, config_dict.get("attention")) and options and "attention_options" not in kwargs:
+            own = {name: config_dict.get(name, _default(field)) for name, field in _FIELDS.items()}
+            sizes = {name: own[THEIRS.get(name, name)] for name in ("hidden_size", "num_heads")}
+            kwargs["attention"], kwargs["attention_options"] = swapped(asked, options, {}, sizes)
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModelConfig:
