@@ -78,11 +78,14 @@ def both_sides() -> Figure:
     return figure
 
 
-def curves(side: str) -> Figure:
-    """What each part of the factorial gains by the size of the model, after the shortest training."""
-    sizes = measured()
-    outcomes = [found for tokens, _, found in sizes if tokens == sizes[0][0]]
-    return curves_of(find("factorial"), gains_by_size(find("factorial"), outcomes), side)
+def curves(name: str, side: str) -> Figure:
+    """What each part gains by the size of the model: of the factorial after the shortest training, of the pairs after
+    tokens in proportion to the weights."""
+    experiment = find(name)
+    outcomes = [outcome(name, each.size) for each in experiment.measured]
+    if name == "factorial":
+        outcomes = [found for tokens, _, found in measured() if tokens == measured()[0][0]]
+    return curves_of(experiment, gains_by_size(experiment, outcomes), side)
 
 
 def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> Line2D:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import both_sides
@@ -21,7 +22,7 @@ from quoted import outcome
 from attnzoo.benchmarks.measure import markdown_table
 from attnzoo.experiments.experiment import Measured, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
-from attnzoo.experiments.report.outcome_figures import picture
+from attnzoo.experiments.report.outcome_figures import SIDES, picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
@@ -80,8 +81,8 @@ def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
     save("equal-memory", equal_memory)
     save("both-sides", both_sides.both_sides)
-    for side in ("linear", "softmax"):
-        save(f"gains-by-size-{side}", partial(both_sides.curves, side))
+    for name, side in product([name for name in ("factorial", "pairs") if len(find(name).measured) > 1], SIDES):
+        save(f"gains-by-size-{name}-{side}", partial(both_sides.curves, name, side))
     for name in names():
         for measured in find(name).measured:
             save(drawing(name, measured), partial(_picture, name, measured.size))
