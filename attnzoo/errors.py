@@ -23,15 +23,22 @@ def _is_number(x: object) -> bool:
     return whole or isinstance(x, float)
 
 
-def check_kinds(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each value is of the kind that its annotation says.
+def check_kinds(
+    values: Mapping[str, Any], annotations: Mapping[str, Any], choices: Mapping[str, Iterable[Any]] | None = None
+) -> None:
+    """Raise ValueError unless each value is one of its choices, or else of the kind that its annotation says.
 
     Args:
         values: options by name.
         annotations: of fields or parameters, by name; `bool`, `int`, `float` and `str`, perhaps with `| None`, as types
             or as text. What has another annotation or none is not looked at.
+        choices: the valid values, by name.
     """
     for name, value in values.items():
+        if choices and name in choices:
+            if value not in choices[name]:
+                raise unknown(name, value, [choice for choice in choices[name] if choice])
+            continue
         annotation = annotations.get(name, "")
         kind, _, empty = str(getattr(annotation, "__name__", annotation)).partition(" | ")
         if kind not in KINDS or (empty == "None" and value is None):

@@ -89,12 +89,12 @@ class Forgetting:
     shared_budget: bool = False
 
     def __post_init__(self) -> None:
-        check_kinds(vars(self), Forgetting.__annotations__)
         for name, words in (
             ("network", NETWORKS), ("pool", POOLS), ("normalize", NORMALIZERS), ("divergence", DIVERGENCES)
         ):  # fmt: skip
             if getattr(self, name) not in words:
                 raise unknown(f"forgetting.{name}", getattr(self, name), words)
+        check_kinds(vars(self), Forgetting.__annotations__)
         for name, fits, expected in (
             ("width", self.width >= 1, "at least 1"),
             ("window", self.window >= 1, "at least 1 (the row itself)"),

@@ -10,7 +10,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.attention import Attention
-from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
+from attnzoo.layer.config import BLOCKS, CHOICES, INSTEAD, NEEDS, OFF, AttentionConfig
 from attnzoo.layer.gates import gate_classes, gate_options
 from attnzoo.registry import get
 
@@ -61,7 +61,7 @@ def build_attention(
             raise unknown("option", default, sorted(known | set(taken)), of=f"the layer of {name!r}")
     for option in REFUSED.keys() & options.keys() - known:
         raise ValueError(f"{option}: expected no such option ({REFUSED[option]}), got {options[option]!r}")
-    check_kinds(options, AttentionConfig.__annotations__)
+    check_kinds(options, AttentionConfig.__annotations__, CHOICES)
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)

@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attnzoo.errors import WIDEST, check_kinds, unknown
+from attnzoo.errors import WIDEST, check_kinds
 from attnzoo.layer.gates import GateName
 from attnzoo.layer.modules import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
 
 NORMS = ("none", "rms", "rms_full", "l2")
 OUTPUT_NORMS = ("none", "rms", "group")
 OUTPUT_GATES = ("none", *ACTIVATIONS)
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "feature_map": tuple(FEATURE_MAPS), "key_feature_map": (None, *FEATURE_MAPS), "qk_norm": NORMS,
+    "conv_activation": CONV_ACTIVATIONS, "rotary_angles": ROTARY_ANGLES, "output_norm": OUTPUT_NORMS,
+    "output_gate": OUTPUT_GATES,
+}  # fmt: skip
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
     "kv_rank", "value_residual", "output_gate_rank", "training_groups",
@@ -140,7 +145,7 @@ class AttentionConfig:
     training_groups: int | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(vars(self), AttentionConfig.__annotations__)
+        check_kinds(vars(self), AttentionConfig.__annotations__, CHOICES)
         for name in (*SIZES, *POSITIVE):
             number, what = getattr(self, name), "integer" if name in SIZES else "number"
             if number is not None and number <= 0:
@@ -195,18 +200,6 @@ class AttentionConfig:
             raise ValueError(f"qk_bias: expected False with {name} = {given!r}, got True")
         if self.rotary is not None and self.rotary < 1:
             raise ValueError(f"rotary: expected a base of at least 1 (no angle over 1 radian), got {self.rotary!r}")
-        for name, options in (
-            ("feature_map", tuple(FEATURE_MAPS)),
-            ("key_feature_map", (None, *FEATURE_MAPS)),
-            ("qk_norm", NORMS),
-            ("conv_activation", CONV_ACTIVATIONS),
-            ("rotary_angles", ROTARY_ANGLES),
-            ("output_norm", OUTPUT_NORMS),
-            ("output_gate", OUTPUT_GATES),
-        ):
-            if getattr(self, name) not in options:
-                raise unknown(name, getattr(self, name), [option for option in options if option])
-
         for field in fields(self):
             for part in NEEDS.get(field.name, ()):
                 if getattr(self, part) in OFF and getattr(self, field.name) != field.default:

@@ -104,7 +104,7 @@ class ModelConfig:
     norm: Any = "before"
 
     def __post_init__(self) -> None:
-        check_kinds(vars(self), ModelConfig.__annotations__)
+        check_kinds(vars(self), ModelConfig.__annotations__, WORDS)
         if not isinstance(self.attention_options, Mapping):
             raise ValueError(f"attention_options: expected a mapping, got {self.attention_options!r}")
         at_least(self, 1, "vocab_size", below=2**31)
@@ -117,9 +117,6 @@ class ModelConfig:
         above(self, 0.0, "norm_eps", "initializer_range", "embedding_scale")
         if self.logit_softcap is not None:
             above(self, 0.0, "logit_softcap")
-        for name, known in WORDS.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
         self.layers()
 
     @classmethod
