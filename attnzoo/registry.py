@@ -19,7 +19,7 @@ from attnzoo.algebra.gate import declare, undeclare
 from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
-from attnzoo.errors import UnavailableError, unknown
+from attnzoo.errors import UnavailableError, nearest, unknown
 from attnzoo.files import run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.pair import Pair, Side, check_pair, check_parts
@@ -374,7 +374,9 @@ def from_file(file: str | Path) -> tuple[str, ...]:
     path = Path(file).resolve()
     if path not in _files:
         if not path.is_file():
-            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none")
+            close = None if str(file).endswith(".py") else nearest(file, [*list_variants(), *list_variants("other")])
+            hint = f"; did you mean `attnzoo show {close}`?" if close else ""
+            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none{hint}")
         before = {*pairs(), *list_variants("other")}
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # for the modules beside it

@@ -29,7 +29,7 @@ from attnzoo.data.tokenizer import (
 )
 from attnzoo.data.unfolding import Decoding
 from attnzoo.data.windows import Joined, Tokens
-from attnzoo.errors import UnavailableError, did_you_mean
+from attnzoo.errors import UnavailableError
 from attnzoo.files import json_object
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import identity, read_progress, usable_checkpoint
@@ -37,9 +37,9 @@ from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL
 from attnzoo.training.folder import check_data, load_run
 from attnzoo.training.model import new_model
+from attnzoo.training.small import model_folder, small_models, what_is_there
 from attnzoo.training.start import is_bytes, learned_bytes, start_from, tokenizer_of
 
-SMALL = Path(__file__).parent / "small"  # where `make small` puts runs, each a folder of its name
 LONG = 2**24  # most tokens to read of a text
 
 
@@ -172,11 +172,6 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def small_models() -> list[str]:
-    """The names of the small trained models, which `make small` makes."""
-    return sorted(path.name for path in SMALL.glob("*/"))
-
-
 def load_trained(
     source: str | Path,
     device: str = "cpu",
@@ -189,7 +184,8 @@ def load_trained(
 
     Args:
         source: the folder of a run, or one that holds `config.json` and weights, of any kind that `attnzoo import`
-            takes; or, where nothing of that path exists, the name of one of the :func:`small_models`.
+            takes; or, where nothing of that path exists, the name of one of the
+            :func:`~attnzoo.training.small.small_models`.
         device: the device of the model.
         dtype: the dtype of the weights; None keeps that of the files, and is float32 for a small model.
         checkpoint: the checkpoint of a run to load; None for the newest whole one.
@@ -202,7 +198,7 @@ def load_trained(
     """
     source, name = Path(source), str(source)
     if not source.exists() and name in small_models():
-        small = load_trained(SMALL / name, device, dtype or torch.float32)
+        small = load_trained(model_folder(name), device, dtype or torch.float32)
         return replace(small, title=name, folder=None)  # nothing is written there
     if (source / "config.yaml").is_file():
         checkpoint = checkpoint or usable_checkpoint(source, MODEL)
@@ -213,18 +209,7 @@ def load_trained(
         model = of_folder(source, device, others).to(dtype).eval()
         files = read_tokenizer(source) if (source / TOKENIZER).is_file() else {}
         return TrainedModel(f"the model in {source}", model, source, files=files)
-    raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{_what_is_there(source)}")
-
-
-def _what_is_there(source: Path) -> str:
-    """A hint, for an error, about a path that is neither a run nor a model folder."""
-    if not source.exists():
-        return ", which does not exist" + did_you_mean(str(source), small_models())
-    if not source.is_dir():
-        return ", which is a file"
-    inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}
-    perhaps = " or ".join(repr(str(folder)) for folder in sorted(inside)[:3])
-    return ", which has neither config.yaml nor config.json" + (f" (perhaps {perhaps}?)" if inside else "")
+    raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{what_is_there(source)}")
 
 
 def fresh_model(name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> TrainedModel:

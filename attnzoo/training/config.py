@@ -139,13 +139,14 @@ class TrainConfig:
     Args:
         output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
         seed: seed of the initial weights.
-        start_from: a run, or a folder of `attnzoo export` or `attnzoo import`, whose weights the model starts from;
-            weights that it lacks are initialised. None: all are initialised.
+        start_from: a run, a folder of `attnzoo export` or `attnzoo import`, or a small model such as `fox-small`, whose
+            weights the model starts from; weights that it lacks are initialised. None: all are initialised.
         objective: what the loss measures: `text`, the cross-entropy; or, against a `teacher`, `align`, the relative
             squared error of the attention outputs of the layers that differ, which alone are trained, on the teacher's
             hidden states; or `distil`, the divergence KL(teacher || model) of the next token in nats. Held-out losses
             are of the text.
-        teacher: a run, or a folder of `attnzoo export` or `attnzoo import`, whose model `objective` compares with.
+        teacher: a run, a folder of `attnzoo export` or `attnzoo import`, or a small model, whose model `objective`
+            compares with.
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.

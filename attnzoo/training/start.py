@@ -19,6 +19,7 @@ from attnzoo.training.checkpoint import step_of, usable_checkpoint
 from attnzoo.training.digests import MODEL, PARTS
 from attnzoo.training.recipe import load_config
 from attnzoo.training.sharding import join_parts
+from attnzoo.training.small import model_folder, what_is_there
 
 if TYPE_CHECKING:
     from attnzoo.data.config import DataConfig
@@ -90,7 +91,7 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
 
     Args:
         model: the model, changed in place.
-        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
+        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote; or a small model's name.
         data: the data that the model will be trained on.
 
     Raises:
@@ -120,7 +121,7 @@ def weights_for(
     from attnzoo.models.peers import Settings, Weights, check_plain, read_settings
     from attnzoo.models.swap import by_projection, projection_of
 
-    folder = Path(source)
+    folder = model_folder(source)
     if (folder / "config.yaml").is_file():
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
@@ -175,7 +176,7 @@ def config_in(source: str, argument: str) -> ModelConfig:
     """
     from attnzoo.models.peers import read_settings
 
-    folder = Path(source)
+    folder = model_folder(source)
     if (folder / "config.yaml").is_file():
         return load_config(folder / "config.yaml").model
     check_ours(folder, argument)
@@ -187,7 +188,9 @@ def check_ours(folder: Path, argument: str) -> None:
     from attnzoo.models.peers import kind_of, read_settings
 
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{argument}: expected a run or a model folder, got {str(folder)!r}")
+        raise FileNotFoundError(
+            f"{argument}: expected a run or a model folder, got {str(folder)!r}{what_is_there(folder)}"
+        )
     kind = kind_of(read_settings(folder))
     if kind != "attnzoo":
         raise ValueError(

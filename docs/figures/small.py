@@ -50,8 +50,8 @@ def record() -> None:
 
 def of(name: str) -> dict[str, Any]:
     """The numbers of a model; ``held out`` is its training's."""
-    from attnzoo.trained.model import SMALL
     from attnzoo.training import read_metrics
+    from attnzoo.training.small import SMALL
 
     held_out = [row["loss"] for row in read_metrics(SMALL / name) if row["kind"] == "eval"]
     return {**json.loads(DATA.read_text(encoding="utf-8"))[name], "held out": held_out[-1]}

@@ -145,6 +145,7 @@ def test_a_file_is_listed_shown_and_verified_as_what_is_installed(run: Any, mine
     for words in (("verify", f"{mine}:wraped"), ("show", f"{mine}:wraped")):
         assert "expected one of wrapped, wrapped_path; did you mean 'wrapped'?" in run(*words).err
     assert "expected a Python file that registers variants, found none" in run("verify", "missing.py").err
+    assert run("list", "rwkv7").err.rstrip().endswith("; did you mean `attnzoo show rwkv7`?")
     (mine.parent / "empty.py").write_text("x = 1\n")
     assert "it registers none" in run("verify", str(mine.parent / "empty.py")).err
 

@@ -206,7 +206,9 @@ def test_a_run_that_goes_on_does_not_start_again(run, tmp_path, caplog):
     ("options", "message"),
     [
         (["model.vocab_size=300"], r"embedding\.weight has the shape \[256, 16\]"),
-        (["start_from=nowhere"], "start_from: expected a run or a model folder, got 'nowhere'"),
+        (["start_from=nowhere"], "start_from: expected a run or a model folder, got 'nowhere', which does not exist"),
+        (["start_from=fox-smal"], "which does not exist; did you mean 'fox-small'?"),
+        (["start_from=fox-small"], "in 'fox-small', and"),  # which is found, and is wider
     ],
 )
 def test_what_cannot_be_started_from_is_named(options, message, run, tmp_path):

@@ -18,7 +18,7 @@ from attnzoo.models.swap import Unfilled
 from attnzoo.trained import exchange
 from attnzoo.trained import model as trained_model
 from attnzoo.trained.continuation import Continuation, load_text_model
-from attnzoo.training import load_run, read_metrics
+from attnzoo.training import load_run, read_metrics, small
 from attnzoo.training.checkpoint import CheckpointError
 from attnzoo.training.recipe import load_config
 
@@ -58,16 +58,16 @@ def test_small_models_are_two_pairs_of_one_size_under_eight_megabytes():
 
 def test_the_small_models_of_the_package_know_python():
     """Each is far from a fresh model's 5.5 nats per byte on a text that it has not seen."""
-    assert trained_model.small_models() == sorted(run.label for run in plan(load_config(SMALL, schema=CompareConfig)))
+    assert small.small_models() == sorted(run.label for run in plan(load_config(SMALL, schema=CompareConfig)))
     text = Path(argparse.__file__).read_text(encoding="utf-8")[2000:3024]
-    for name in trained_model.small_models():
+    for name in small.small_models():
         model = trained_model.load_trained(name)
         tokens = torch.tensor([model.encode(text)])
         assert token_losses(model.model, tokens)[0, 256:].mean() < 2, name
-        (last,) = [row for row in read_metrics(trained_model.SMALL / name) if row["kind"] == "eval"]
+        (last,) = [row for row in read_metrics(small.SMALL / name) if row["kind"] == "eval"]
         assert last["step"] == 600
         assert last["loss"] < 0.9
-        assert sum(file.stat().st_size for file in (trained_model.SMALL / name).rglob("*")) < 8e6
+        assert sum(file.stat().st_size for file in (small.SMALL / name).rglob("*")) < 8e6
 
 
 def test_a_small_model_gives_keys_up_and_says_the_same():
@@ -95,7 +95,7 @@ def test_a_bare_run_is_the_run_in_bfloat16_and_nothing_else(made):
 
 
 def test_a_small_model_is_found_by_its_name(made, monkeypatch):
-    monkeypatch.setattr(trained_model, "SMALL", made / "packed")
+    monkeypatch.setattr(small, "SMALL", made / "packed")
     model = load_text_model("fox-small", "cpu")
     assert {p.dtype for p in model.model.parameters()} == {torch.float32}
     assert "".join(Continuation(model, "x1 = ", 5, sampling={"temperature": 0.0})) is not None
@@ -117,7 +117,7 @@ def test_a_small_model_is_not_measured_on_another_text_than_the_one_it_held_out(
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_small_model(made, monkeypatch):
-    monkeypatch.setattr(trained_model, "SMALL", made / "packed")
+    monkeypatch.setattr(small, "SMALL", made / "packed")
     with pytest.raises(FileNotFoundError, match="did you mean 'fox-small'"):
         load_text_model("fox-smal", "cpu")
     with pytest.raises(FileNotFoundError, match="one of .*, fox-small, .*did you mean 'fox-small'"):
@@ -125,7 +125,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_small_model(made, monkeypa
 
 
 def test_a_folder_of_that_name_goes_before_the_small_model(made, monkeypatch, tmp_path):
-    monkeypatch.setattr(trained_model, "SMALL", made / "packed")
+    monkeypatch.setattr(small, "SMALL", made / "packed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fox-small").mkdir()
     with pytest.raises(FileNotFoundError, match=r"neither config.yaml nor config.json"):

@@ -18,8 +18,9 @@ from attnzoo.experiments.builtin import find_config
 from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import parse_json, write_whole
-from attnzoo.trained.model import TrainedModel, fresh_model, load_trained, small_models
+from attnzoo.trained.model import TrainedModel, fresh_model, load_trained
 from attnzoo.training.recipe import load_config
+from attnzoo.training.small import small_models
 
 FOLDER = "evaluations"  # folder of results in a run's folder
 
