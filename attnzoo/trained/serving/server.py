@@ -115,7 +115,7 @@ class Serving:
         limits["dtype"] = self.dtype or dtype_of(folder)
         given = {"host": self.host, "port": port, "served-model-name": self.name, **limits}
         words = [f"--{name}={value}" for name, value in given.items()]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", *words]
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *words]
 
     def curl(self, port: int) -> str:
         """A command line that asks the server."""
