@@ -20,6 +20,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import choose
 from attnzoo.samples import random_inputs
 from attnzoo.testing import assert_close, relative_error, value_and_gradients
+from attnzoo.variant import Variant
 
 SIDES = ("nope", "alibi", "fox", "rope", "fox_rope")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,7 +38,8 @@ def test_values_and_gradients_are_the_oracles_with_shared_keys_padding_packing_a
     q, k, v, gate = inputs
     valid = torch.ones(2, 21, dtype=torch.bool)
     valid[0, :5] = valid[1, 7:9] = valid[1, 18:] = False
-    cases: list[dict[str, Any]] = [{"valid": valid}, {"scale": 0.3, "valid": valid}]
+    cases: list[dict[str, Any]] = [{"valid": valid}, {"scale": 0.3, "valid": valid}, {"window": 5}]
+    cases += [{"window": 5, "valid": valid}]
     for options in cases:
         runs = (
             value_and_gradients(lambda *x, f=f, o=options: variant.forms[f](*x, **o) * valid[..., None, None], inputs)
@@ -45,15 +47,21 @@ def test_values_and_gradients_are_the_oracles_with_shared_keys_padding_packing_a
         )
         assert_close(*runs, what=f"{name} {list(options)}")
     one = (q[:1], k[:1], v[:1], gate.map(lambda x: x if x.ndim == 1 else x[:1]))
-    packed = {"cu_seqlens": torch.tensor([0, 4, 4, 15, 21])}
-    assert relative_error(form(*one, **packed), variant.forms["parallel"](*one, **packed)) <= 1e-10
-    state, rows = None, []
+    for window in (None, 3):
+        packed = {"cu_seqlens": torch.tensor([0, 4, 4, 15, 21]), "window": window}
+        assert relative_error(form(*one, **packed), variant.forms["parallel"](*one, **packed)) <= 1e-10
+        in_steps_it_goes_on_from_the_reference(variant, inputs, valid, window)
+
+
+def in_steps_it_goes_on_from_the_reference(variant: Variant, inputs: Any, valid: Tensor, window: int | None) -> None:
+    (q, k, v, gate), state, rows = inputs, None, []
     for now in (slice(0, 9), slice(9, 10), slice(10, 16), slice(16, 21)):
         how = "reference" if now.start == 9 else "sdpa"  # each goes on from the other's state
         step = (x[:, now] for x in (q, k, v))
-        o, state = variant.extend(*step, gate.slice(now.start, now.stop), state, form=how, valid=valid[:, now])
+        options = {"valid": valid[:, now], "window": window}
+        o, state = variant.extend(*step, gate.slice(now.start, now.stop), state, form=how, **options)
         rows.append(o)
-    whole = variant.forms["parallel"](*inputs, valid=valid)
+    whole = variant.forms["parallel"](*inputs, valid=valid, window=window)
     assert relative_error(torch.cat(rows, 1)[valid], whole[valid]) <= 1e-10
 
 
@@ -92,9 +100,9 @@ def test_errors_are_what_the_page_says() -> None:
         assert all(got <= float(most) for got, most in zip(found, listed, strict=True)), (case, found)
 
 
-@pytest.mark.parametrize("option", ["window", "sink", "softcap", "return_lse"])
+@pytest.mark.parametrize("option", ["sink", "softcap", "return_lse"])
 def test_what_it_cannot_do_is_refused_by_name(option: str) -> None:
-    value: Any = {"window": 4, "sink": torch.zeros(4), "softcap": 1.0, "return_lse": True}[option]
+    value: Any = {"sink": torch.zeros(4), "softcap": 1.0, "return_lse": True}[option]
     call = Call(*random_inputs("fox"), options={option: value})
     with pytest.raises(UnavailableError, match=f"the sdpa form has no option {option} here"):
         choose(get("fox"), "sdpa", call)

@@ -26,6 +26,7 @@ from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.readout import Band
 from attnzoo.kernels.common.untraced import constant_in_traces
 
 CHANNELS = 3  # of 8 digits each: as many digits as float32 has
@@ -51,7 +52,7 @@ def logit_error(span: float, dtype: torch.dtype, channels: int = CHANNELS) -> fl
 def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
     """The form on ``scaled_dot_product_attention`` for whole sequences, packed or padded, and cached steps.
 
-    Packed sequences run as rows of similar length.
+    Packed sequences run as rows of similar length, and a window is a mask.
 
     Args:
         forms: the forms, which apply the gate's matrix part to q and k and extend the cache.
@@ -71,7 +72,7 @@ def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
             q, k, v = existing(given.valid, q, k, v)
         gate = forms.separated(gate, q, given.valid, None)
         q, state = forms.remember(q, k, v, gate, state, given, v.dtype)
-        return attend_augmented(q.to(v.dtype), state, given.scale, channels), state
+        return attend_augmented(q.to(v.dtype), state, given, channels), state
 
     def refuses(call: Call) -> str:
         if in_transform():
@@ -85,7 +86,7 @@ def sdpa_kernel(forms: Additive, channels: int = CHANNELS) -> Kernel:
 
     return Kernel(
         run, extend, refuses, parts=PARTS, doubts=doubts,
-        honours=frozenset({"scale", "valid", "cu_seqlens"}),
+        honours=frozenset({"scale", "window", "valid", "cu_seqlens"}),
     )  # fmt: skip
 
 
@@ -112,17 +113,23 @@ def _budget(dtype: torch.dtype) -> tuple[str, float]:
     return f"a logit is off by at most {budget:g} where the running sums of the gates span at most {most:.0f}", most
 
 
-def attend_augmented(q: Tensor, state: KVCache, scale: float | None, channels: int) -> Tensor:
+def attend_augmented(q: Tensor, state: KVCache, given: SoftmaxOptions, channels: int) -> Tensor:
     """The output ``[B, T, H, V]`` of the last T tokens, whose queries are ``q``, over all keys of ``state``."""
     (T, H, K), (S, G) = q.shape[1:], state.k.shape[1:3]
     k, v = state.k, expand_heads(state.v, G)
-    V, scale = v.shape[3], K**-0.5 if scale is None else scale
+    V, scale = v.shape[3], K**-0.5 if given.scale is None else given.scale
     if state.log_decay is not None or state.valid is not None:
         q, k = lengthened(q, k, bias_of(state), scale, channels)
     width = -(-max(q.shape[3], V) // WIDTH) * WIDTH
     q, k, v = (F.pad(x, (0, width - x.shape[3])).transpose(1, 2) for x in (q, k, v))
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S > 1, scale=scale, enable_gqa=G < H)
+    band = Band.of(given.window, state.valid, S, q.device)
+    mask = None
+    if band is not None or T not in (1, S):
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if band is not None:
+        mask = mask & ~band.hidden(S - T, S, 0)
+    causal = mask is None and T > 1
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=G < H)
     return o.transpose(1, 2)[..., :V]
 
 
