@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
 from attnzoo.benchmarks.attention import Contender, Inputs, compare, host_time_of, ratio, shape_tables, time_peer
@@ -59,6 +60,7 @@ from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
+from attnzoo.registry import get
 
 SHAPES = (
     (2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64),
@@ -109,12 +111,23 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
 
         return call
 
+    def in_keys(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
+        form = get("fox").forms["sdpa"]
+
+        def call(x: Inputs) -> Tensor:
+            with sdpa_kernel(backend):
+                o: Tensor = form(x.q, x.k, x.v, Gate(log_decay=x.g))
+                return o
+
+        return call
+
     found.append(Contender("ours", ours(None)))
     found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
     found.append(Contender("ours, One-Pass Forgetting", ours(PRUNE["tail"], forgets=True), "q k v g r"))
     found.append(Contender(f"ours, {IN_WINDOW}", ours(None, window=WINDOW)))
     for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
         found.append(Contender(f"SDPA {name} (no gate)", sdpa(backend), "q k v", **apart))
+        found.append(Contender(f"SDPA {name}, gates in keys", in_keys(backend)))
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
     if kernel is not None:
 
