@@ -31,7 +31,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import negligible
 from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import unknown
-from attnzoo.evaluation.long_text import FOR_EVER, by_place, by_retention, read_few
+from attnzoo.evaluation.long_text import FOR_EVER, Score, by_place, by_retention, read_few
 from attnzoo.evaluation.losses import Array, token_losses
 from attnzoo.forgetting.network import ForgetNetwork
 from attnzoo.forgetting.panels import Logits
@@ -195,6 +195,7 @@ class Limited(nn.Module):
             or ``forgets`` (the retention of the forget network, without a limit).
         budget: M.
         eps: eps of ``certified``.
+        long: do without the weights of all pairs, where the rule can; ``last`` is None then.
 
     Attributes:
         held: per sequence of all calls, the mean number of keys that a row sees.
@@ -202,11 +203,11 @@ class Limited(nn.Module):
         last: mask of the keys that the rows of the last call saw, ``[B, G, T, T]``.
     """
 
-    def __init__(self, layer: Attention, rule: str, budget: int = 0, eps: float = 1e-4) -> None:
+    def __init__(self, layer: Attention, rule: str, budget: int = 0, eps: float = 1e-4, long: bool = False) -> None:
         super().__init__()
         self.layer = (layer,)  # a tuple keeps torch from registering the layer here
         self.network = layer.forget
-        self.rule, self.budget, self.eps = rule, budget, eps
+        self.rule, self.budget, self.eps, self.long = rule, budget, eps, long
         self.held: list[float] = []
         self.late: list[float] = []
         self.last: Tensor | None = None
@@ -219,8 +220,8 @@ class Limited(nn.Module):
         assert isinstance(forms, SoftmaxForms)
         panels = Logits(forms, call.q, call.k, call.gate, SoftmaxOptions(**given))
         (_, H, T), G = panels.shape, panels.heads
-        if T > DENSE:
-            return self._long(call, panels), None
+        if self.long and panels.plain and (score := self._score(call)) is not None:
+            return self._long(call, panels, score), None
         a = torch.cat([
             F.pad(panels.panel(start, stop, panels.exists(start, stop)), (0, 0, start, 0), value=-torch.inf)
             for start, stop in panels.panels()
@@ -236,20 +237,21 @@ class Limited(nn.Module):
         values = expand_heads(call.v, H).to(a.dtype).transpose(1, 2)
         return (a.softmax(-1)[..., :T] @ values).transpose(1, 2).to(call.v.dtype), None
 
-    def _long(self, call: Call, panels: Logits) -> Tensor:
-        """:meth:`run` of a long text, by a rule that needs no weights."""
-        network, T = self.network, panels.shape[2]
+    def _score(self, call: Call) -> Score | None:
+        """The scores of a rule that needs no weights; None for others."""
+        network = self.network
         if self.rule in _BY_PLACE:
-            score = by_place(min(_BY_PLACE[self.rule], self.budget - 1))
-        elif self.rule == "retention" and isinstance(network, ForgetNetwork) and not network.options.of_pairs:
-            score = by_retention(network, call, min(network.options.window, self.budget // 2))
-        else:
-            known = "'window', 'sinks' or the retention of a network of keys"
-            raise ValueError(f"rule: expected {known} beyond {DENSE:,} tokens, got {self.rule!r}")
+            return by_place(min(_BY_PLACE[self.rule], self.budget - 1))
+        if self.rule == "retention" and isinstance(network, ForgetNetwork) and not network.options.of_pairs:
+            return by_retention(network, call, min(network.options.window, self.budget // 2))
+        return None
+
+    def _long(self, call: Call, panels: Logits, score: Score) -> Tensor:
+        """:meth:`run` in memory O(T)."""
         o, count = read_few(panels, call.v, self.budget, max(1, self.budget // ROUNDS), score)
         seen = count.double()
         self.held += [seen.mean().item()] * len(o)
-        self.late += [seen[T * 3 // 4 :].mean().item()] * len(o)
+        self.late += [seen[len(seen) * 3 // 4 :].mean().item()] * len(o)
         return o
 
     def _held(self, call: Call, panels: Logits, a: Tensor) -> Tensor:
@@ -294,11 +296,13 @@ class Limited(nn.Module):
 
 
 @contextmanager
-def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> Iterator[list[Limited]]:
+def limited(
+    model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4, long: bool = False
+) -> Iterator[list[Limited]]:
     """A context in which a rule limits all softmax layers of a model; yields their :class:`Limited`, first to last."""
     layers: list[Any] = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
     before = [layer.forget for layer in layers]
-    now = [Limited(layer, rule, budget, eps) for layer in layers]
+    now = [Limited(layer, rule, budget, eps, long) for layer in layers]
     try:
         for layer, one in zip(layers, now, strict=True):
             layer.forget = one
@@ -381,7 +385,7 @@ def loss_within(
     )
     for rule in rules:
         for budget in [0] if rule in UNLIMITED else budgets:
-            with limited(model, rule, budget, eps) as layers:
+            with limited(model, rule, budget, eps, windows.shape[1] - 1 > DENSE) as layers:
                 losses: Array = token_losses(model, windows, batch_size)
             held, late = (fmean(x for layer in layers for x in getattr(layer, name)) for name in ("held", "late"))
             points.append(Point(rule, budget, held, float(losses[:, skip:].mean()), late))

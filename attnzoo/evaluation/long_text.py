@@ -48,19 +48,12 @@ def read_few(panels: Logits, v: Tensor, budget: int, rows: int, score: Score) ->
     ``[T]``.
 
     Args:
-        panels: of a variant whose transitions move no keys.
+        panels: :attr:`~attnzoo.forgetting.panels.Logits.plain` ones.
         v: ``[B, T, G, V]``.
         budget: keys that a head may hold.
         rows: rows between two evictions, at the first of which the keys of least score go.
         score: the scores.
-
-    Raises:
-        ValueError: padding, packed sequences, a layer's window, or a variant that carries keys.
     """
-    if panels.blocks is not None or panels.valid is not None or panels.segment is not None or panels.band is not None:
-        raise ValueError(
-            "windows: expected whole rows of a variant whose transitions move no keys beyond dense lengths"
-        )
     (B, H, T), G, dtype = panels.shape, panels.heads, panels.own.dtype
     values, sink = v.to(dtype).transpose(1, 2), panels.given.sink
     held = torch.empty(B, G, 0, dtype=torch.int64, device=v.device)

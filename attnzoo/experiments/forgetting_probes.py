@@ -176,8 +176,8 @@ class LongLoss(ByLength):
 
     name: str
     rule: str
-    share: float = 0.25
-    lengths: tuple[float, ...] = (1.0, 16.0, 128.0)
+    share: float = 0.5
+    lengths: tuple[float, ...] = (1.0, 128.0)
     percent: bool = False
     task: ClassVar[bool] = False
 

@@ -74,6 +74,12 @@ class Logits:
         B, H, T = self.own.shape
         return B, H, T
 
+    @property
+    def plain(self) -> bool:
+        """Whether any pair's logit is that of its query and key and their decays: no transition moves keys, and rows
+        see all earlier keys, without padding, packing or a window."""
+        return self.blocks is None and self.valid is None and self.segment is None and self.band is None
+
     def panels(self) -> Iterator[tuple[int, int]]:
         """The first key and the end (exclusive) of each panel."""
         T = self.own.shape[-1]

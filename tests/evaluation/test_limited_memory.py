@@ -90,9 +90,19 @@ def test_long_texts_are_read_as_short_ones(rule, name, monkeypatch):
         assert long.loss == pytest.approx(dense.loss, rel=1e-6)
         assert (long.held, long.late) == pytest.approx((dense.held, dense.late))
         assert long.late <= budget
-    monkeypatch.setattr(forgetting, "DENSE", 16)
-    with pytest.raises(ValueError, match="rule: expected 'window', .* beyond 16 tokens, got 'h2o'"):
-        loss_within(model, WINDOWS, ["h2o"], [4])
+    assert layer_of(model, rule).last is None
+
+
+def layer_of(model, rule):
+    """The first layer after a call in memory O(T)."""
+    with limited(model, rule, 5, long=True) as layers:
+        token_losses(model, WINDOWS)
+    return layers[0]
+
+
+def test_rules_that_need_all_weights_stay_dense():
+    for rule, model in (("h2o", model_of("rope")), ("window", model_of("path")), ("window", model_of(window=9))):
+        assert layer_of(model, rule).last is not None
 
 
 def test_a_model_steps_through_a_text_within_its_budget():

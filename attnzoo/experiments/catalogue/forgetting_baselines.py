@@ -6,12 +6,12 @@ from attnzoo.experiments.forgetting_arms import NETWORK, WINDOW, ahead, network,
 from attnzoo.experiments.forgetting_probes import AddedInCache, AddedLoss, DecodeCost, KeysHeld, LongLoss
 from attnzoo.experiments.probes import Loss
 
-STEPS = ("steps=400",)
+STEPS = ("steps=200",)
 PAPER = "One-Pass Forgetting, section 4 (baselines)"
 RETRIEVAL, CERTIFIED, HELD = "retrieval", "certified", "keys held, certified"
 HEAD, LAYER, MODEL = "a budget per head", "a budget per layer", "one budget of all layers"
 LONG_NETWORK, LONG_WINDOW, LONG_ALL = "long text, network", "long text, window", "long text, all keys"
-SHARES = (0.03125, 0.0625, 0.125, 0.25)
+SHARES = (0.0625, 0.125, 0.25)
 FAR = 128.0
 FORGETS, GROUPS = "rope, forgets", "rope, groups"
 RULES = ((WINDOW, "window"), (RETRIEVAL, "retrieval"), (NETWORK, "retention"))
@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
         *(AddedLoss(name, rule, SHARES) for name, rule in RULES),
         AddedLoss(CERTIFIED, "certified"),
         KeysHeld(HELD, "certified"),
-        *(AddedInCache(name, among) for name, among in ((HEAD, "head"), (LAYER, "layer"), (MODEL, "model"))),
+        *(AddedInCache(name, among, (0.0625,)) for name, among in ((HEAD, "head"), (LAYER, "layer"), (MODEL, "model"))),
         LongLoss(LONG_NETWORK, "retention"),
         LongLoss(LONG_WINDOW, "window"),
         LongLoss(LONG_ALL, "", lengths=(1.0, 16.0)),

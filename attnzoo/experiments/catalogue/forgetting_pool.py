@@ -22,9 +22,8 @@ EXPERIMENT = Experiment(
     question=(
         "The paper pools a key's contributions to later rows by a softmaxpool, discounted or not, and does not say of "
         "what. Here: a soft maximum of the contributions' logarithms (`power`, the default), of the contributions "
-        "themselves (`softmax`, the plain reading), or the largest (`max`); utilities as numbers in [0, 1] by the "
-        "row's mean (the default) or by its largest. Networks of keys are trained alone beside the same RoPE model, "
-        "by their targets alone. What is added to the loss where a head holds few keys?"
+        "themselves (`softmax`, the plain reading), or the largest (`max`). Networks of keys are trained alone beside "
+        "the same RoPE model, by their targets alone. What is added to the loss where a head holds few keys?"
     ),
     arms=(
         Arm("rope", "rope", settings=STEPS),
@@ -33,7 +32,6 @@ EXPERIMENT = Experiment(
         network("largest", "rope", pool="max"),
         network("logarithms, discount", "rope", **NEAR),
         network("contributions, discount", "rope", pool="softmax", **NEAR),
-        network("logarithms, by the largest", "rope", normalize="max"),
     ),
     options={"block": "pro"},
     settings=("data.source=stdlib",),
@@ -52,16 +50,13 @@ EXPERIMENT = Experiment(
         Expectation("With a discount, too, the default adds less than contributions.", PAPER,
                     less("logarithms, discount", "contributions, discount")),
         Expectation("A discount adds less than none.", PAPER, less("logarithms, discount", "logarithms")),
-        Expectation("Divided by the row's mean, utilities serve better than by the row's largest.",
-                    "One-Pass Forgetting, section 2.4 (normalized future utilities)",
-                    less("logarithms", "logarithms, by the largest")),
     ),
     overlays=(
         Overlay(
             "What a network learns from", "nats added",
             (
                 *((name, name, NETWORK) for name in ("logarithms", "contributions", "largest", "logarithms, discount",
-                                                     "contributions, discount", "logarithms, by the largest")),
+                                                     "contributions, discount")),
                 (WINDOW, "rope", WINDOW), (LATER, "rope", LATER),
             ),
         ),
