@@ -318,16 +318,15 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
     progress, metrics = read_progress(checkpoint), read_metrics(folder)
     device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
     model, _ = load_run(folder, device)
+    probes = experiment.probes if measure else ()
     subject = Probed(model, config, build_data(config.data), metrics, size.rows, size.tokens)
     return Trained(
         arm.name,
         config.optimizer.lr,
         config.seed,
         validation=next(row["loss"] for row in reversed(metrics) if row["kind"] == "eval"),
-        values={probe.name: probe.measure(subject) for probe in experiment.probes} if measure else {},
-        guesses={probe.name: probe.guess(subject) for probe in experiment.probes if hasattr(probe, "guess")}
-        if measure
-        else {},
+        values={probe.name: probe.measure(subject) for probe in probes},
+        guesses={probe.name: probe.guess(subject) for probe in probes if hasattr(probe, "guess")},
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=progress.tokens,
         seconds=progress.seconds,
