@@ -169,9 +169,9 @@ def _backward(x: DecayBackward) -> DecayGradients:
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:
     """The sum of shares [P, X], of all logits of each head where there is one number ``like`` of each."""
-    if program_shares.shape[1] == len(like):
-        return partial_sums(program_shares, like)
-    return partial_sums(program_shares, program_shares[0]).view(len(like), -1).sum(1).to(like.dtype)
+    if shares.shape[1] == len(like):
+        return partial_sums(shares, like)
+    return partial_sums(shares, shares[0]).view(len(like), -1).sum(1).to(like.dtype)
 
 
 def _backward_fake(x: DecayBackward) -> DecayGradients:

@@ -262,7 +262,7 @@ def decayed_backward(
         part: Tensor | None = None,
     ) -> None:  # fmt: skip
         path_decayed_pairs_bwd_kernel[grid](
-            x, y, w, log_diag, dy, dz, decayed_rows, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
+            x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
             *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **of_pairs, EARLY=early, OWN=own,
             GATE=dw is not None, PART=part is not None, LAST=part is not None,
         )  # fmt: skip
