@@ -3,8 +3,8 @@
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
 it makes a table of all types to look up one; for every value it makes the type and the shape anew; it compares types
-of operands that are one object; at each operation it finds anew what the types of its operands say of the result; and
-it scans element by element.
+of operands that are one object; at each operation it finds anew what the types of its operands say of the result, and
+at each cast how its two types convert; and it scans element by element.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def quicken() -> None:
     call_at_once(interpreter)
     scan_at_once(interpreter)
     keep_types(tl.core)
+    cast_at_once(interpreter)
     skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
@@ -85,7 +86,7 @@ def call_at_once(interpreter: Any) -> None:
 ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide"}
 OTHERS = {
     "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
-    "and": "bitwise_and", "or": "bitwise_or", "mod": "fmod",
+    "and": "bitwise_and", "or": "bitwise_or", "mod": "fmod", "floordiv": "truncated",
 }  # fmt: skip
 OPERATIONS = {
     **{f"__{name}__": (function, False) for name, function in (ARITHMETIC | OTHERS).items()},
@@ -101,7 +102,8 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
     numpy, of_handle, core = interpreter.np, interpreter.TensorHandle, interpreter.tl.core
     tensor, constexpr, pointer, new = core.tensor, core.constexpr, core.pointer_type, object.__new__
     known: dict[Any, Any] = {}
-    compute = getattr(numpy, function) if function else operator.getitem
+    own = {"": operator.getitem, "truncated": lambda a, b: (a - numpy.fmod(a, b)) // b}
+    compute = own.get(function) or getattr(numpy, function)
 
     def learn(x: Any, y: Any, b: Any, result: Any) -> Any:
         """What a result's tensor has, and the function of ``numpy``; None where the result is not the function's."""
@@ -232,6 +234,30 @@ def keep_types(core: Any) -> None:
     pointer_type.__new__, pointer_type.__init__ = make_pointer, start_pointer
     block_type.__new__, block_type.__init__ = make_block, start_block
     tensor.__init__ = start_tensor
+
+
+NUMBERS = {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {
+    "fp16": "float16", "fp32": "float32", "fp64": "float64",
+}  # fmt: skip
+
+
+def cast_at_once(interpreter: Any) -> None:
+    """A cast between types that numpy has is numpy's, without a look at how else they might convert."""
+    semantic, core, of_handle = interpreter.TritonSemantic, interpreter.tl.core, interpreter.TensorHandle
+    plain = semantic.cast
+
+    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.type.scalar, dst_ty.scalar
+        if type(source) is not core.dtype or type(target) is not core.dtype or fp_downcast_rounding is not None:
+            return plain(self, input, dst_ty, fp_downcast_rounding)
+        if source.name == target.name:
+            return input
+        if target.name not in NUMBERS or (source.name not in NUMBERS and source.name != "int1"):
+            return plain(self, input, dst_ty)
+        made = of_handle(input.handle.data.astype(NUMBERS[target.name]), target)
+        return core.tensor(made, input.type.with_element_ty(target) if input.type.is_block() else target)
+
+    semantic.cast = cast
 
 
 def skip_what_agrees(core: Any, semantic: type) -> None:
