@@ -149,7 +149,9 @@ def lists_of_parts(code: str) -> list[int]:
     tree = ast.parse(code)
     gates = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) and named(node) == "provides"}
     for node in ast.walk(tree):
-        shown = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        shown = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", None)
+        if not shown:
+            continue
         names = {x.value for x in ast.walk(ast.List(shown)) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
         if len({own[name] for name in names if name in own}) > 1 and id(node) not in gates:
             found.append(node.lineno)

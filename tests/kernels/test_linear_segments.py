@@ -66,8 +66,7 @@ def weights_of(g: Tensor, starts: tuple[int, ...] = ()) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["steady", "opens again", "closes", "packed", "after a state"])
-@pytest.mark.parametrize("eps", [1e-1, 1e-3])
-def test_what_is_left_out_weighs_at_most_eps(kind: str, eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_weighs_at_most_eps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ones for q, k, v and the output's gradient o has the sums of rows, and dv those of columns."""
     T, H = 230, 2
     torch.manual_seed(1)
@@ -91,16 +90,17 @@ def test_what_is_left_out_weighs_at_most_eps(kind: str, eps: float, monkeypatch:
         return differentiated(call, (one, one, one, g, state), one, state)
 
     into(5, monkeypatch)
-    whole, cut = run(None), run(Prune(eps))
-    lost = {name: x.double() - cut[name].double() for name, x in whole.items()}
+    whole = run(None)
     slack = 1e-5 * whole["o"].abs().max()
     weights = weights_of(g, starts)
     n, m = weights.sum(-1).T, weights.sum(-2).T
-    if kind != "packed":
-        assert lost["o"].max() > 1e-2 * eps, "nothing was left out"
-    for name in ("o", "q", "k", "v", *(("last", "state") if state is not None else ())):
-        assert -slack <= lost[name].min() <= lost[name].max() <= eps + slack, name
-    assert bool((lost["g"][0].abs() <= eps * (n + m + 2) + 30 * slack).all())
+    for eps in (1e-1, 1e-3):
+        lost = {name: whole[name].double() - x.double() for name, x in run(Prune(eps)).items()}
+        if kind != "packed":
+            assert lost["o"].max() > 1e-2 * eps, "nothing was left out"
+        for name in ("o", "q", "k", "v", *(("last", "state") if state is not None else ())):
+            assert -slack <= lost[name].min() <= lost[name].max() <= eps + slack, (name, eps)
+        assert bool((lost["g"][0].abs() <= eps * (n + m + 2) + 30 * slack).all()), eps
 
 
 def test_a_boundary_keeps_no_more_than_the_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,22 +109,26 @@ def test_gates_of_float64_are_read_as_the_reference_reads_them(name, constant):
     valid = torch.ones(2, T, dtype=torch.bool)
     valid[1, :3] = False
 
-    def run(form, *, begins, then):
+    def run(form):
         given = gate.map(lambda part: part.clone().requires_grad_())
         whole, padded = (variant.forms[form](q, k, v, given, **more) for more in ({}, {"valid": valid}))
         gradients = torch.autograd.grad((whole + padded).square().sum(), [getattr(given, n) for n in given.parts])
         assert all(g.dtype == torch.float64 for g in gradients)
-        state, rows = None, []
-        with torch.no_grad():
-            for a, b, by in ((0, 12, begins), (12, 13, then), (13, T, then)):
-                o, state = variant.extend(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, form=by)
-                rows.append(o)
-        return [whole, padded, torch.cat(rows, 1), *gradients]
+        return [whole, padded, *gradients]
 
-    expected = run("parallel", begins="reference", then="reference")
-    for begins in ("triton", "reference"):
-        for got, want in zip(run("triton", begins=begins, then="triton"), expected, strict=True):
-            assert (got - want).norm() <= 1e-4 * want.norm()
+    @torch.no_grad()
+    def in_pieces(begins, then):
+        state, rows = None, []
+        for a, b, by in ((0, 12, begins), (12, 13, then), (13, T, then)):
+            o, state = variant.extend(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, form=by)
+            rows.append(o)
+        return torch.cat(rows, 1)
+
+    pieces = in_pieces("reference", "reference")
+    found = [*zip(run("triton"), run("parallel"), strict=True)]
+    found += [(in_pieces(begins, "triton"), pieces) for begins in ("triton", "reference")]
+    for got, want in found:
+        assert (got - want).norm() <= 1e-4 * want.norm()
 
 
 def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():

@@ -105,9 +105,9 @@ def test_keys_are_given_up_by_the_weights_when_a_sequence_joins(kind, begun):
             if begun:
                 cache = model.new_cache()
                 model(prompt[None, :-1], cache=cache)
-                number = each.resume(cache, int(prompt[-1]), 66, Sampling(0.0))
+                number = each.resume(cache, int(prompt[-1]), 9, Sampling(0.0))
             else:
-                number = each.add(prompt, 66, temperature=0)
+                number = each.add(prompt, 9, temperature=0)
             each.run()
             kept.append(each.requests[number].kept[0])
     assert kept[0] == kept[1]
@@ -121,7 +121,7 @@ def test_sequences_that_go_on_from_one_cache_share_its_whole_pages(name, evict):
     """While they come and go, give up keys and check drafts; what they share is nobody's in the end."""
     options = {} if evict != "offload" else {"qk_norm": "none"}
     model, draws = forgetful(name, **options), torch.Generator().manual_seed(2)
-    prompt, other = (torch.randint(0, 40, (T,), generator=draws) for T in (150, 70))
+    prompt, other = (torch.randint(0, 40, (T,), generator=draws) for T in (180, 70))
     cache = model.new_cache(evict)
     model(prompt[None], cache=cache)
     generator, expected = Generator(model, 3, 300, evict=evict), {}
@@ -131,19 +131,19 @@ def test_sequences_that_go_on_from_one_cache_share_its_whole_pages(name, evict):
         number = generator.resume(cache, token, new, Sampling(0.0))
         expected[number] = alone(model, torch.cat([prompt, torch.tensor([token])]), new)
 
-    for token, new in ((1, 3), (2, 85), (3, 50)):  # over one border of pages, and more than a page
+    for token, new in ((1, 3), (2, 67), (3, 20)):  # over one border of pages, and more than a page
         resume(token, new)
     number = generator.add(other, 20, temperature=0)
     expected[number] = alone(model, other, 20)
     generator.admit()
     if name == "fox" or evict:  # PaTH's keys lie in no pages here else
-        pages = memory.pool.pages[:, :, : 150 // PAGE]
+        pages = memory.pool.pages[:, :, : 180 // PAGE]
         assert bool((pages == pages[:1]).all())
         shared = int((pages[0] >= 0).sum())
         assert shared > 0
         assert memory.pool.used() == int(memory.pool.live().sum()) - 2 * shared
     found = generator.run()
-    resume(4, 45)  # nobody has these pages any more
+    resume(4, 20)  # nobody has these pages any more
     resume(5, 9)
     found |= generator.run(draft=lambda request: expected[request.id][len(request.tokens) :][:5])
     assert found == expected
