@@ -47,14 +47,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+def write_tiny(folder: Path) -> Path:
+    """The file, in a folder, of a comparison that trains two small models in seconds."""
+    sentences = (f"line {i}: the gate of token {i * i % 97} closes\n" for i in range(2000))
+    (folder / "text.txt").write_text("".join(sentences))
+    config = folder / "tiny.yaml"
+    config.write_text(TINY.format(folder=folder))
+    return config
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A configuration that trains two small models in seconds."""
-    sentences = (f"line {i}: the gate of token {i * i % 97} closes\n" for i in range(2000))
-    (tmp_path / "text.txt").write_text("".join(sentences))
-    config = tmp_path / "tiny.yaml"
-    config.write_text(TINY.format(folder=tmp_path))
-    return config
+    return write_tiny(tmp_path)
 
 
 @pytest.fixture

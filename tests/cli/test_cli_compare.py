@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import tiny_tasks
 import yaml
-from command_line import assert_refused
+from click.testing import CliRunner
+from command_line import assert_refused, write_tiny
 from rich.console import Console
 
+from attnzoo import cli
 from attnzoo.config import load_config
 from attnzoo.data import build_data
 from attnzoo.experiments import compare as comparing
@@ -29,6 +31,15 @@ from attnzoo.registry import PAIRS
 
 pytest_plugins = ("command_line",)
 DEMO = built_in("compare")["demo"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny comparison, trained and reported in one process."""
+    folder = tmp_path_factory.mktemp("compared")
+    ended = CliRunner().invoke(cli.app, ["compare", str(write_tiny(folder))])
+    assert ended.exit_code == 0, ended.output
+    return folder
 
 
 def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, tiny: Path, tmp_path: Path) -> None:
@@ -53,14 +64,13 @@ def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, 
     assert f"attnzoo compare {tiny} 'variants=[{{name: fox, options: {{acp: true}}}}, mamba2, nope]'" in page
 
 
-def test_compare_with_several_jobs_gives_the_same_losses(run: Any, tiny: Path, tmp_path: Path) -> None:
+def test_compare_with_several_jobs_gives_the_same_losses(run: Any, compared: Path, tiny: Path, tmp_path: Path) -> None:
     ran = run("compare", tiny, "--jobs", "2")
     assert ran.code == 0, ran.err
     assert "[2/2]" in ran.out
     assert f"attnzoo compare {tiny} --jobs 2" in (tmp_path / "runs" / "report.html").read_text()
     apart = {path.parent.name: losses(path) for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
-    assert run("compare", tiny, f"output_dir={tmp_path}/one").code == 0
-    assert {path.parent.name: losses(path) for path in (tmp_path / "one").glob("*/metrics.jsonl")} == apart
+    assert {path.parent.name: losses(path) for path in (compared / "runs").glob("*/metrics.jsonl")} == apart
     assert sorted(apart) == ["fox-acp", "mamba2"]
 
 
@@ -229,13 +239,12 @@ def test_variants_are_trained_on_all_gpus_unless_on_a_cpu(
     assert spread == [gpus]
 
 
-def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
-    assert run("compare", tiny).code == 0
-    first = (tmp_path / "runs" / "report.html").read_text()
-    ran = run("report", tmp_path / "runs", "-o", tmp_path / "again.html", "--title", "tiny comparison")
+def test_report_rebuilds_the_page_from_the_runs(run: Any, compared: Path, tmp_path: Path) -> None:
+    first = (compared / "runs" / "report.html").read_text()
+    ran = run("report", compared / "runs", "-o", tmp_path / "again.html", "--title", "tiny comparison")
     assert ran.code == 0, ran.err
     assert (tmp_path / "again.html").read_text() == first
-    one = run("report", tmp_path / "runs" / "mamba2", "-o", tmp_path / "one.html")
+    one = run("report", compared / "runs" / "mamba2", "-o", tmp_path / "one.html")
     assert one.code == 0
     assert 'data-series="fox' not in (tmp_path / "one.html").read_text()
 
