@@ -268,10 +268,17 @@ BROKEN = [
 ]
 
 
-def test_broken_plugins_are_listed_and_stop_nothing_else(broken: Path) -> None:
+def test_broken_plugins_are_warned_of_once_and_listed_and_stop_nothing_else(broken: Path) -> None:
     code = (
         "import sys, warnings\n"
+        "import attnzoo\n"
         "from attnzoo import cli\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    attnzoo.get('fox')\n"
+        "    assert not said\n"
+        "    assert attnzoo.list_variants()[-1] == attnzoo.list_variants()[-1] == 'kimi_path'\n"
+        "print(*(f'{w.category.__name__}: {w.message}' for w in said), 'rc ', sep='\\n')\n"
         "def run(*words):\n"
         "    sys.argv = ['attnzoo', *words]\n"
         "    try:\n"
@@ -286,7 +293,8 @@ def test_broken_plugins_are_listed_and_stop_nothing_else(broken: Path) -> None:
     )
     done = run_with(broken, code)
     assert (done.returncode, done.stderr) == (0, "")
-    listed, shown, gone, unknown = done.stdout.split("rc ")[:4]
+    warned, listed, shown, gone, unknown = done.stdout.split("rc ")[:5]
+    assert warned.splitlines() == [f"RuntimeWarning: {line}" for line in BROKEN]
     assert [line for line in listed.splitlines() if "is broken" in line] == BROKEN
     assert "kimi_delta" in listed
     assert "wall" in listed
@@ -294,17 +302,3 @@ def test_broken_plugins_are_listed_and_stop_nothing_else(broken: Path) -> None:
     assert gone.startswith("0\nattnzoo: variant 'gone': its module 'no_such_module' cannot be imported: ModuleNotFound")
     assert unknown.startswith("2\nattnzoo: unknown variant 'kimmi_delta'")
     assert f"did you mean 'kimi_delta'?; {'; '.join(BROKEN)}\n" in unknown
-
-
-def test_broken_plugins_are_warned_of_once(broken: Path) -> None:
-    code = (
-        "import attnzoo, warnings\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
-        "    warnings.simplefilter('always')\n"
-        "    attnzoo.get('fox')\n"
-        "    assert not said\n"
-        "    assert attnzoo.list_variants()[-1] == attnzoo.list_variants()[-1] == 'kimi_path'\n"
-        "print(*(f'{w.category.__name__}: {w.message}' for w in said), sep='\\n')\n"
-    )
-    done = run_with(broken, code)
-    assert done.stdout.splitlines() == [f"RuntimeWarning: {line}" for line in BROKEN], done.stderr

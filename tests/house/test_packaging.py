@@ -168,25 +168,18 @@ def test_source_distribution_holds_the_package_and_its_papers_alone(wheel: Path)
     assert about == {path.name for path in folder.iterdir()} - {"PKG-INFO", "setup.cfg", "attnzoo.egg-info", "build"}
 
 
-def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = (
-        "import attnzoo, attnzoo.kernels.fox\n"
-        "from attnzoo.samples import random_inputs\n"
-        "[attnzoo.get(name).forms['parallel'](*random_inputs(name)) for name in ('fox', 'mamba2', 'nope')]\n"
-        "from attnzoo.config import load_config\n"
-        "from attnzoo.experiments.builtin import find_config\n"
-        "assert load_config(find_config('tiny', 'train')).output_dir == 'runs/tiny'\n"
-        "print(attnzoo.__file__)"
-    )
-    assert python(code, tmp_path, tmp_path / "site") == str(tmp_path / "site" / "attnzoo" / "__init__.py")
-
-
+INSTALLED = """
+import attnzoo, attnzoo.kernels.fox
+from attnzoo.config import load_config
+from attnzoo.experiments.builtin import find_config
+from attnzoo.samples import random_inputs
+[attnzoo.get(name).forms["parallel"](*random_inputs(name)) for name in ("fox", "mamba2", "nope")]
+assert load_config(find_config("tiny", "train")).output_dir == "runs/tiny"
+"""
 FIRST_TUTORIAL = """
 import re, shlex, sys
 from importlib.metadata import entry_points
 from pathlib import Path
-import attnzoo
 from click.testing import CliRunner
 (script,) = entry_points(group="console_scripts", name="attnzoo")
 assert script.load().__module__ == "attnzoo.cli"
@@ -202,12 +195,13 @@ print(Path("first.html").stat().st_size > 10_000, attnzoo.__file__)
 """
 
 
-def test_the_first_tutorial_runs_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_works_and_runs_the_first_tutorial(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*pip, str(wheel)], check=True)
     page = ROOT / "docs" / "tutorials" / "first_fox.md"
-    printed = python(f"import sys; sys.argv.append({str(page)!r})\n{FIRST_TUTORIAL}", tmp_path, site).splitlines()
+    code = f"import sys; sys.argv.append({str(page)!r})\n{INSTALLED}{FIRST_TUTORIAL}"
+    printed = python(code, tmp_path, site).splitlines()
     assert printed == ["train", "report", "generate", f"True {site / 'attnzoo' / '__init__.py'}"]
 
 
