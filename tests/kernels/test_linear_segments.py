@@ -10,13 +10,13 @@ from test_linear_chunks import DEVICE, Shape, differentiated, exactly, inputs_of
 from torch import Tensor
 
 from attnzoo import Prune
-from attnzoo.kernels.linear import chunk_op, chunks, linear_chunks, segments
+from attnzoo.kernels.linear import chunk_backward, chunk_op, chunks, linear_chunks, segments
 
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and segments of few tokens."""
-    for module in (chunks, chunk_op):
+    for module in (chunks, chunk_op, chunk_backward):
         monkeypatch.setattr(module, "CHUNK", 16 if DEVICE == "cpu" else 64)
 
 
