@@ -88,6 +88,9 @@ CASES |= {
                        "final_logit_softcapping": 3.0, "attention_bias": True},
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "smollm3, windows": (
+        "SmolLM3", {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [0, 1], "pad_token_id": 0},
+    ),
     "smollm3, a list": ("SmolLM3", {"no_rope_layers": [0, 1], "pad_token_id": 0}),
     "olmo_hybrid": ("OlmoHybrid", {**HYBRID, "linear_num_value_heads": 4}),
     "olmo_hybrid, still": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +68,7 @@ def olmo3(settings: Settings) -> Peer:
 
 
 def smollm3(settings: Settings) -> Peer:
-    """SmolLM3: Llama of which every fourth layer has no rotation."""
-    settings.only("use_sliding_window", False)
+    """SmolLM3: Llama of which every fourth layer has no rotation, nor all tokens where windows are on."""
     return _peer(settings, biases=settings.get("attention_bias", False), tied=True)
 
 
@@ -149,7 +148,8 @@ def _peer(
     layers = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer, **(options or {})}
     if norm != "none":
         layers |= {"qk_norm": norm, "qk_norm_shared": norm == "rms", "qk_norm_eps": eps}
-    windows, turned, scale = _windows(settings, L), _rotated_layers(settings, L), layers.pop("scale", None)
+    turned, scale = _rotated_layers(settings, L), layers.pop("scale", None)
+    windows = _windows(settings, turned)
     read = dict.fromkeys((FULL, SLIDING), settings) if bases is None else rope_by_kind(settings, bases)
     if kind != "phi3":
         for one in read.values():
@@ -222,13 +222,17 @@ def norm_eps(settings: Settings) -> float:
     return float(settings.required("rms_norm_eps", "float"))
 
 
-def _windows(settings: Settings, layers: int) -> list[int | None]:
-    """Each layer's window in tokens; None for all tokens. Defaults are those of the peers' own classes."""
-    model = settings.raw("model_type")
+def _windows(settings: Settings, rotated: Sequence[bool]) -> list[int | None]:
+    """Each layer's window in tokens; None for all tokens. Defaults are those of the peers' own classes.
+
+    Args:
+        rotated: whether each layer rotates queries and keys.
+    """
+    model, layers = settings.raw("model_type"), len(rotated)
     named = settings.listed("layer_types", "str", layers)
     # null means no window
     window = settings.optional("sliding_window", "int") if settings.says("sliding_window") else 4096
-    if model == "phi3":
+    if model in ("phi3", "smollm3"):
         window = settings.optional("sliding_window", "int")
     if model in EVERY:  # transformers' own default of Gemma 3 is a field of its files
         settings.read.add("_sliding_window_pattern")
@@ -238,14 +242,15 @@ def _windows(settings: Settings, layers: int) -> list[int | None]:
             raise ValueError(
                 "config.json: sliding_window: expected a number beside layers of sliding_attention, got none"
             )
-    elif model in ("llama", "mistral", "phi3", "olmo2", "smollm3", "gemma"):
+    elif model in ("llama", "mistral", "phi3", "olmo2", "gemma"):
         window = window if model in ("mistral", "phi3") else None
         default = [SLIDING if window else FULL] * layers
         alike = named in (None, default)  # transformers does not read the layer types of these models
     else:
         window = window if settings.get("use_sliding_window", False) else None
         first = settings.get("max_window_layers", 28, least=0)  # used where `layer_types` is missing
-        default = [SLIDING if window and i >= first else FULL for i in range(layers)]
+        within = [i >= first if model != "smollm3" else not turns for i, turns in enumerate(rotated)]
+        default = [SLIDING if window and there else FULL for there in within]
         alike = window is not None or SLIDING not in (named or [])
     if not alike:
         raise ValueError(f"config.json: layer_types = {named} is not supported beside sliding_window = {window}")
