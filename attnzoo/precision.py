@@ -43,7 +43,6 @@ class PreciseModule(nn.Module):
         value: Tensor,
         *,
         trainable: bool = False,
-        persistent: bool = True,
         least: torch.dtype = torch.float32,
     ) -> None:
         """Register ``value`` as a parameter (without weight decay) or as a buffer.
@@ -52,7 +51,6 @@ class PreciseModule(nn.Module):
             name: name of the attribute.
             value: initial values; :func:`fill` restores them in ``reset_parameters``.
             trainable: whether it is a parameter, not a buffer.
-            persistent: whether a buffer is part of the ``state_dict``.
             least: the narrowest dtype that it may have.
         """
         value = value.to(torch.promote_types(torch.get_default_dtype(), least))
@@ -60,7 +58,7 @@ class PreciseModule(nn.Module):
         if trainable:
             self.register_parameter(name, nn.Parameter(value))
         else:
-            self.register_buffer(name, value, persistent=persistent)
+            self.register_buffer(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept: list[tuple[Tensor, torch.dtype]] = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ OWN_GATES = frozenset(GATES.values())
 class AttentionParts(NoticedStarts):
     """The parts of an :class:`~attnzoo.layer.attention.Attention`, whose arguments these are."""
 
-    angle: Tensor | None
+    _angle: Tensor | None
     skip: Tensor | None
     correction: Tensor | None
     q_bias: Tensor | None
@@ -107,9 +107,7 @@ class AttentionParts(NoticedStarts):
         self.register_parameter("sinks", None)
         if config.sinks:
             self.keep("sinks", torch.zeros(H), trainable=True)
-        self.register_buffer("angle", None)
-        if config.rotary is not None:
-            self.keep("angle", self._angles(), persistent=False, least=torch.float64)
+        self._angle = None if config.rotary is None else self._angles()
         self.forget = None if forgetting is None else ForgetNetwork(forgetting, G, K, V, config.window)
         self.picked: str | None = None  # form and device of the last call
         self.impl = impl
@@ -156,26 +154,31 @@ class AttentionParts(NoticedStarts):
         for part in (self.token_mix, self.value_residual):
             if part is not None:
                 part.reset_parameters()
-        if self.angle is not None:
-            fill(self.angle, self._angles())
         self.gate.reset_parameters()
         if self.forget is not None:
             self.forget.reset_parameters()
         self.note_starts()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load the weights, and compute the angle, which no checkpoint holds, where the layer was made on the meta
-        device."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.angle is not None:
-            loaded = state_dict.get(f"{prefix}q_proj.weight", self.q_proj.weight)
-            device = loaded.device if self.angle.is_meta else self.angle.device
-            self.angle = self._angles().to(device, self.angle.dtype)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self._angle is not None:  # before a call that may be traced
+            self.angle_on(next(self.parameters()).device)
+        return self
+
+    def angle_on(self, device: torch.device) -> Tensor:
+        """The angles of the rotation beside the gate, ``[K/2]`` float64 radians per token.
+
+        They are no buffer: a checkpoint does not hold them, and what fills a layer of the meta device one tensor after
+        the other, as transformers does, would leave them at random.
+        """
+        if self._angle is None or self._angle.device != device:
+            self._angle = self._angles().to(device)
+        return self._angle
 
     def _angles(self) -> Tensor:
-        """The angles of the rotation beside the gate, ``[K/2]`` radians per token."""
         assert self.config.rotary is not None
-        return rotary_angles(self.config.key_dim, self.config.rotary, self.config.rotary_angles == "retnet")
+        angles = rotary_angles(self.config.key_dim, self.config.rotary, self.config.rotary_angles == "retnet")
+        return angles.double()
 
     def extra_repr(self) -> str:
         chosen = {

@@ -340,8 +340,8 @@ class Attention(AttentionParts):
             q, k = l2_normalize(q, self._impl), l2_normalize(k, self._impl)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.angle is not None:
-            phase = stream.positions()[..., None, None] * self.angle.double()
+        if config.rotary is not None:
+            phase = stream.positions()[..., None, None] * self.angle_on(q.device)
             q, k = rotate_all(phase, q, k)
         if self._factors > 1:
             k, v = by_factor(k, 2, self._factors), by_factor(v, 2, self._factors)

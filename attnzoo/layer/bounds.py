@@ -63,7 +63,7 @@ def _largest_normed(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     q, k = _weights(layer, layer.q_norm, config.query_heads), _weights(layer, layer.k_norm, config.key_heads)
     if config.qk_norm == "rms_full":  # one head may have the whole length
         scale *= math.sqrt(config.query_heads * config.key_heads)
-    mixed = layer.angle is not None or layer.variant.carries
+    mixed = layer.config.rotary is not None or layer.variant.carries
     largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
     return (largest * (config.key_dim * scale)).expand(config.num_heads).contiguous()
 
@@ -129,7 +129,7 @@ def _scale(layer: Normed, dtype: torch.dtype) -> float:
 
 def _longer(layer: Normed, dtype: torch.dtype) -> float:
     """The factor by which rounding to ``dtype`` may lengthen a normed vector, with its rotation's rounded products."""
-    return float((1 + torch.finfo(dtype).eps) ** (1 if layer.angle is None else 3))
+    return float((1 + torch.finfo(dtype).eps) ** (1 if layer.config.rotary is None else 3))
 
 
 def _weights(layer: Normed, norm: HeadNorm, heads: int) -> Tensor:

@@ -30,7 +30,7 @@ def serves(layer: Any, memory: Memory, dtype: torch.dtype) -> bool:
     config = layer.config
     return (
         type(layer.gate) in OF_X
-        and not layer.variant.carries and layer.angle is None and layer.forget is None
+        and not layer.variant.carries and layer.config.rotary is None and layer.forget is None
         and layer.skip is layer.correction is None and layer.keys_per_token == 1 and config.num_qk_heads is None
         and {config.feature_map, config.key_feature_map} <= {"identity", None}
         and config.qk_norm in ("none", "rms") and config.output_norm_groups is None and not config.gate_before_norm

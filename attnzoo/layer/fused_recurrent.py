@@ -48,7 +48,7 @@ def serves(layer: Any, memory: Any, dtype: torch.dtype) -> bool:
         and layer.keys_per_token == 1 and layer.k_shift is None and layer.forget is None
         and layer.latent is layer.correction is layer.q_bias is None
         and as_built(layer) and config.qk_norm in ("none", "rms", "l2")
-        and (layer.angle is None or (plain and config.qk_norm == "none" and not config.conv_size))
+        and (config.rotary is None or (plain and config.qk_norm == "none" and not config.conv_size))
     ):  # fmt: skip
         return False
     k, v = (matrix.new_empty(1, 1, 1, n, dtype=dtype) for n in matrix.shape[2:])
@@ -63,8 +63,8 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
         y.unflatten(-1, (-1, n)) for y, n in zip(rows, (config.key_dim, config.key_dim, config.v_dim), strict=True)
     )
     gates = _gates(layer, x)
-    if layer.angle is not None:
-        q, k = rotate_all(cache.stream(x).positions()[..., None, None] * layer.angle.double(), q, k)
+    if config.rotary is not None:
+        q, k = rotate_all(cache.stream(x).positions()[..., None, None] * layer.angle_on(x.device), q, k)
     out = None if layer.output_gate is None else layer.output_gate(x)
     y: Tensor = layer.o_proj(_attend(layer, cache, (q, k, v), gates, out).flatten(2))
     return y

@@ -163,7 +163,7 @@ def test_hugging_faces_trainer(tmp_path):
         def __init__(self, config):
             super().__init__(config)
             self.embed, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
-            self.block = Block(gate_bias=5.0)
+            self.block = Block(gate_bias=5.0, rotary=10000.0)
             self.post_init()
 
         def _init_weights(self, module):
