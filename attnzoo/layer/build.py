@@ -93,7 +93,8 @@ def build_attention(
 BUILD_OPTIONS = {"block", "acp", "impl", "forgetting", "keep_carries"}
 _WHY = {
     "no paper of a variant drops attention weights; drop what the layer returns": (
-        "dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop",
+        "dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop", "attn_drop", "proj_drop",
+        "resid_pdrop", "resid_dropout",
     ),
     "every layer is causal": ("causal", "is_causal"),
     "a layer takes any length": ("block_size", "max_seq_len", "max_position_embeddings", "context_length"),

@@ -213,6 +213,11 @@ def test_a_scaler_under_autocast_steps_and_an_average_of_the_model_follows(scrip
 
 
 def test_options_that_no_paper_has_are_refused_with_the_reason():
-    for option, why in (("dropout", "no paper"), ("is_causal", "every layer is causal"), ("bias", "qkv_bias")):
+    for option, why in (
+        ("dropout", "no paper"),
+        ("attn_drop", "no paper"),
+        ("is_causal", "every layer is causal"),
+        ("bias", "qkv_bias"),
+    ):
         with pytest.raises(ValueError, match=f"^{option}: expected no such option .*{why}.*, got True"):
             build_attention("fox", **SIZES, **{option: True})
