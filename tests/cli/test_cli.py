@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import signal
@@ -53,11 +54,15 @@ def test_show_names_the_dual_the_gate_and_every_form(run: Any, name: str) -> Non
     assert ran.out == describe(name) + "\n"
 
 
-def test_show_speaks_ascii_to_a_terminal_that_knows_nothing_else() -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "attnzoo.cli", "show", "path_fox"]
-    ran = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert ran.stdout.decode("ascii") == describe("path_fox", ascii_only=True) + "\n"
+def test_show_speaks_ascii_to_a_terminal_that_knows_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "show", "path_fox"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    sys.stdout.flush()
+    assert not ended.value.code
+    assert written.getvalue().decode("ascii") == describe("path_fox", ascii_only=True) + "\n"
 
 
 def test_verify_prints_a_row_per_law_and_every_form(run: Any) -> None:
