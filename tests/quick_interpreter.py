@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import replace
-from inspect import getmembers, ismodule
 from typing import Any
 
 
@@ -41,23 +40,14 @@ def quicken() -> None:
     cast_at_once(interpreter)
     skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
-    places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
-    first = {place: next(name for name, x in getmembers(place) if tl.core.is_builtin(x)) for place in places}
-
-    known: dict[tuple[int, int], tuple[dict[str, Any], list[Any]]] = {}
-
-    def places_of(names: dict[str, Any]) -> list[Any]:
-        """What is replaced for the functions of a module, of which ``names`` are the globals."""
-        key = (id(names), len(names))
-        if key not in known:
-            modules = [value for value in names.values() if ismodule(value)]
-            own = [tl, tl.math] * (tl in modules) + [tl.core] * (tl.core in modules)
-            known[key] = (names, [*own, tl.tensor, tl.core.tensor_descriptor_base])  # names: so that its id stays taken
-        return known[key][1]
+    patched: dict[int, dict[str, Any]] = {}  # the globals of modules, kept so that their ids stay taken
 
     def patch_once(fn: Any) -> Any:
-        if any(tl.core.is_builtin(getattr(place, first[place])) for place in places_of(fn.__globals__)):
-            return patch(fn)
+        """For good: nothing but the interpreter runs the language here."""
+        names = fn.__globals__
+        if id(names) not in patched:
+            patch(fn)
+            patched[id(names)] = names
         return nothing
 
     interpreter._patch_lang = patch_once
