@@ -14,7 +14,8 @@ def unit_lower_solve(lower: Tensor, right: Tensor) -> Tensor:
     """``(I + lower)^{-1} right`` for matrices lower ``[..., C, C]``, of which the part below the diagonal is read."""
     if lower.shape[-1] == 1:  # a cached step
         return right
-    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    return solved
 
 
 class RankOne:

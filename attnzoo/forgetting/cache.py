@@ -269,6 +269,7 @@ def over_bytes(caches: Sequence[ForgettingCache]) -> list[Tensor]:
     """For each of some caches the mask of keys that exceed the budget in bytes of them all: in each sequence, of the
     keys of all heads and caches, those of the least retention."""
     limit, scores = caches[0].policy.bytes, [cache.worth() for cache in caches]
+    assert limit is not None  # such caches alone are asked
     score, position = (
         torch.cat([x.flatten(1) for x in parts], 1) for parts in (scores, [cache.slots["position"] for cache in caches])
     )

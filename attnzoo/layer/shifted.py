@@ -67,4 +67,4 @@ def _halves(x: Tensor, axis: int) -> Sequence[Tensor]:
 
 
 def _gates(gate: Gate) -> Sequence[Gate]:
-    return [gate.map(lambda part, half=half: _halves(part, 2)[half]) for half in (0, 1)]
+    return [gate.map(lambda part: _halves(part, 2)[0]), gate.map(lambda part: _halves(part, 2)[1])]

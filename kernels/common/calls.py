@@ -54,7 +54,7 @@ def with_layout(function: Callable[..., R]) -> Callable[..., R]:
         if layout == "bhtd":
             options |= zip(names[2:], more, strict=False)
             turned = {name: _turned(options[name]) for name in WITH_HEADS if name in options}
-            made = function(_turned(q), _turned(k), **{**options, **turned})
+            made: Any = function(_turned(q), _turned(k), **{**options, **turned})
             return (_turned(made[0]), *made[1:]) if "state" in names else _turned(made)
         if layout not in (None, "bthd"):
             raise unknown("layout", layout, get_args(Layout))

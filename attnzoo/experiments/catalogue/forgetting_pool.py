@@ -1,5 +1,7 @@
 """The readings of One-Pass Forgetting's pool, with the same training: which of them is the default, by this record."""
 
+from typing import Any
+
 from attnzoo.experiments.claims import Below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay
 from attnzoo.experiments.forgetting_arms import LATER, NETWORK, WINDOW, ahead, network, reaching, text_sizes
@@ -10,7 +12,7 @@ STEPS = ("steps=400",)
 PAPER = "One-Pass Forgetting, section 2.1 and ablation 2"
 SHARES = (0.03125, 0.0625, 0.125)
 TIGHT, LOOSE = 0.0625, 0.125
-NEAR = {"discount": reaching(10)}
+NEAR: dict[str, Any] = {"discount": reaching(10)}
 
 
 def less(arm: str, other: str, at: float = TIGHT) -> Below:

@@ -1,7 +1,7 @@
 """Training contexts, short and long: Figures 6, 12 and 19 to 21 of FoX's paper."""
 
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
-from attnzoo.experiments.claims import All, Below, Value, Wider
+from attnzoo.experiments.claims import All, Below, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 
@@ -51,11 +51,12 @@ EXPERIMENT = Experiment(
                            Wider(ahead(block, "long"), ahead(block, "usual")))))
           for block in ("Pro", "LLaMA")),
         Expectation("In a short context FoX (LLaMA) is not ahead of Transformer (LLaMA) by a hundredth of a nat.",
-                    f"{PAPER}, appendix F.3", Below(*reversed(ahead("LLaMA", "short")), by=-0.01)),
+                    f"{PAPER}, appendix F.3", Below(*ahead("LLaMA", "short")[::-1], by=-0.01)),
         Expectation("FoX (Pro) is ahead of Transformer (Pro) there, too.", f"{PAPER}, appendix F.3",
                     Below(*ahead("Pro", "short"))),
         Expectation("And FoX (LLaMA) adds less loss in a context twice as long.", f"{PAPER}, appendix F.3",
-                    Below(*(Value(value.arm, AddedByLength().name) for value in ahead("LLaMA", "short")))),
+                    below(AddedByLength().name,
+                          (name_of("FoX (LLaMA)", "short"), name_of("Transformer (LLaMA)", "short")))),
     ),
     grids=(
         Grid("loss in the training context", tuple(MODELS), tuple(f"{context} context" for context in TIMES),

@@ -53,7 +53,7 @@ EXPERIMENT = Experiment(
                     All(tuple(Below(added("FoX (Pro)", 2e-3, fewer), added("FoX (Pro)", 2e-3, more))
                               for fewer, more in pairwise(TIMES)))),
         Expectation("So does a learning rate that is lower.", "our own question, after its Figure 5",
-                    Below(*reversed(spread("FoX (Pro)", True)))),
+                    Below(*spread("FoX (Pro)", True)[::-1])),
         Expectation("FoX is better than the Transformer at every rate and with any number of tokens.",
                     "our own question, after its Figure 2",
                     below("loss", *((name_of("FoX (Pro)", rate, tokens), name_of("Transformer (Pro)", rate, tokens))

@@ -126,8 +126,7 @@ def attend_augmented(q: Tensor, state: KVCache, given: SoftmaxOptions, channels:
     mask = None
     if band is not None or T not in (1, S):
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    if band is not None:
-        mask = mask & ~band.hidden(S - T, S, 0)
+        mask = mask if band is None else mask & ~band.hidden(S - T, S, 0)
     causal = mask is None and T > 1
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=G < H)
     return o.transpose(1, 2)[..., :V]
