@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 def wide(x: Tensor) -> Tensor:
     """x in at least float32."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class PreciseModule(nn.Module):

@@ -320,7 +320,7 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, for each query head; batch and heads can be viewed as one
     axis, as matrix products do."""
-    x = x.to(dtype).transpose(1, 2)
+    x = (x if x.dtype == dtype else x.to(dtype)).transpose(1, 2)
     if x.shape[1] != heads:
         return x.repeat_interleave(heads // x.shape[1], 1)
     return x if x.shape[0] == 1 else x.contiguous()

@@ -164,20 +164,18 @@ class LinearForms(Forms):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         T = q.shape[1]
         q, k, v, local = self._heads_first(q, k, v, gate)
-        q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
-        g = local.log_decay
-        one = not torch.compiler.is_compiling() and q.shape[2] == 1  # a compiled graph serves other lengths
+        one = not torch.compiler.is_compiling() and size >= T  # a compiled graph serves other lengths
         if state is None and not keeps_state and one:  # a single block
-            scores = self.transition.scores(q, k, local).tril_()
+            g, scores = local.log_decay, self.transition.scores(q, k, local).tril_()
             o = (scores if g is None else scores * decay_between(g).exp()) @ v
-        else:
-            block = self.transition.block(q, k, local)
-            scores, decay = block.scores.tril_(), None if g is None else block_decay(g)
-            o = (scores if decay is None else scores * decay.between.exp()) @ v
-            starts, state = self._states(block, v, decay, self._state(q, v, state), prune)
-            block_q = block.q if decay is None else block.q * decay.entry.exp()[..., None]
-            o = o.add_(block_q @ starts)  # in place, as new memory is slow
-        o = o.mul_(scale)
+            return o.mul_(scale).transpose(1, 2), None
+        q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
+        block, g = self.transition.block(q, k, local), local.log_decay
+        scores, decay = block.scores.tril_(), None if g is None else block_decay(g)
+        o = (scores if decay is None else scores * decay.between.exp()) @ v
+        starts, state = self._states(block, v, decay, self._state(q, v, state), prune)
+        block_q = block.q if decay is None else block.q * decay.entry.exp()[..., None]
+        o = o.add_(block_q @ starts).mul_(scale)  # in place, as new memory is slow
         return o.flatten(2, 3)[:, :, :T].transpose(1, 2), state
 
     def _states(
