@@ -32,6 +32,7 @@ from attnzoo.layer.modules import (
     ACTIVATIONS,
     HeadNorm,
     l2_normalize,
+    on_kernels,
     products,
     untouched,
     writes_fuse,
@@ -269,7 +270,7 @@ class Attention(AttentionParts):
         norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
         logits = None if self.output_gate is None else self.output_gate(projected.of_gate)
         y: Tensor
-        whole = self._whole_norm(o, v, logits) if o.is_cuda or self._impl == "triton" else None
+        whole = None if norm is None else self._whole_norm(o, v, logits)
         if whole is not None:
             gate = None if logits is None else Gated(logits, act == "swish", first)
             y = self.o_proj(whole.fused(o, gate, None if self.skip is None else Skip(v, self.skip)).flatten(2))
@@ -291,11 +292,12 @@ class Attention(AttentionParts):
 
     def _whole_norm(self, o: Tensor, v: Tensor, logits: Tensor | None) -> HeadNorm | None:
         """The output norm where one kernel computes all between the core and the output projection, else None."""
-        norm, shape = self.output_norm, (*o.shape[:2], o.shape[2] * o.shape[3])
+        norm = self.output_norm
+        if type(norm) is not HeadNorm or not norm.fuses(o, logits, v, self.skip) or not untouched(norm):
+            return None
         if self.bonus is not None or self.config.output_gate == "lora":
             return None
-        if type(norm) is not HeadNorm or not untouched(norm) or not norm.fuses(o, logits, v, self.skip):
-            return None
+        shape = *o.shape[:2], o.shape[2] * o.shape[3]
         return norm if logits is None or logits.shape == shape else None
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
@@ -326,7 +328,7 @@ class Attention(AttentionParts):
             first.append(v)
         if self.k_shift is not None and self.v_shift is not None:
             parts = (self.k_shift, self.v_shift, self.gate)
-            if (x.is_cuda or self._impl == "triton") and all(map(untouched, parts)):
+            if on_kernels(self._impl, x) and all(map(untouched, parts)):
                 maps = {"k_shift": self.k_shift.proj, "v_shift": self.v_shift.proj, **self.gate.maps}
                 stream.products.update(products(x, maps, self._impl))
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
@@ -367,7 +369,7 @@ class Attention(AttentionParts):
             k, v, write = self.gate.written(k, v, gate, write, stream)
         if self.keys_per_token > 1:
             q, k, v, gate = sub_tokens(q, k, v, gate)
-        if (v.is_cuda or self._impl == "triton") and isinstance(write, Tensor) and writes_fuse(self._impl, v, write):
+        if isinstance(write, Tensor) and writes_fuse(self._impl, v, write):
             v, write = linear.written_values(v, write), None
         of_gate = x if mixed is None else mixed[-1]
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values, of_gate, bonus)

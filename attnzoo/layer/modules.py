@@ -21,15 +21,15 @@ UNIT_EPS = 1e-6  # repeated as a literal below: torch.compile(dynamic=True) make
 PLAIN = (Tensor, nn.Parameter)
 
 
-def on_kernels(impl: str, *tensors: Tensor | None) -> bool:
-    """Whether kernels may compute a part of a layer of this ``impl`` from these tensors.
+def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels may compute a part of a layer of this ``impl`` from x and other tensors.
 
-    Not while a program is exported, nor from tensors of another kind (sharded or quantised ones). Parts ask on a GPU,
-    and elsewhere where ``impl`` is ``"triton"``.
+    On a GPU unless ``impl`` is ``"reference"``, and elsewhere where it is ``"triton"``; not while a program is
+    exported, nor from tensors of another kind (sharded or quantised ones).
     """
-    if impl == "reference":
+    if impl == "reference" or not (x.is_cuda or impl == "triton"):
         return False
-    return not exporting() and all(one is None or type(one) in PLAIN for one in tensors)
+    return not exporting() and all(one is None or type(one) in PLAIN for one in (x, *others))
 
 
 def untouched(part: nn.Module) -> bool:
@@ -41,7 +41,7 @@ def untouched(part: nn.Module) -> bool:
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
     """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
     short."""
-    if (x.is_cuda or impl == "triton") and on_kernels(impl, x) and not norms.triton_unavailable(x):
+    if on_kernels(impl, x) and not norms.triton_unavailable(x):
         return norms.head_norm(x if x.ndim == 4 else x.flatten(2, -2), kind="l2", eps=1e-6).view(x.shape)
     x32 = wide(x)
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
@@ -75,8 +75,7 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
 def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:
     """The log decays that ``of`` describes, in at least float32, and with ``steps`` the softplus that they are made
     of."""
-    look = (of.logits.is_cuda or impl == "triton") and on_kernels(impl, of.logits, of.bias, of.log_a)
-    if look and not linear.decays_unavailable(of.logits):
+    if on_kernels(impl, of.logits, of.bias, of.log_a) and not linear.decays_unavailable(of.logits):
         return linear.log_decays(of, steps)
     x = wide(of.logits) if of.bias is None else wide(of.logits) + wide(of.bias)
     log = F.logsigmoid(-x if of.opposite else x)
@@ -89,7 +88,7 @@ def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor,
 
 def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
     """Whether a kernel multiplies values by their write strengths."""
-    found = write.shape == v.shape[:3] and on_kernels(impl, v, write)
+    found = on_kernels(impl, v, write) and write.shape == v.shape[:3]
     return found and not linear.writing_unavailable(v)
 
 
@@ -159,7 +158,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The normed ``x [B, T, heads, dim]`` in its dtype; computed in at least float32."""
-        if (x.is_cuda or self.impl == "triton") and self.fuses(x):
+        if self.fuses(x):
             return self.fused(x)
         dtype, shape = x.dtype, x.shape
         x = wide(x)
@@ -213,7 +212,7 @@ class ShortConvolution(nn.Module):
         """
         if up is not None:
             return stream.windowed(name, x, self.size, partial(self._convolve_map, up))
-        if not (x.is_cuda or self.impl == "triton") or self._unavailable(x):
+        if not on_kernels(self.impl, x, self.weight, self.bias) or self._unavailable(x):
             return stream.windowed(name, x, self.size, self._convolve)
         if type(stream) is Stream and stream.valid is None:
             return self._fused(x, stream.continued(name, x, self.size - 1), stream.cu_seqlens)
@@ -224,8 +223,6 @@ class ShortConvolution(nn.Module):
         """Why no kernel convolves x, or ""."""
         if self.activation not in (F.silu, _identity):
             return f"expected a SiLU or no activation, got {self.activation}"
-        if not on_kernels(self.impl, x, self.weight, self.bias):
-            return f"expected plain tensors, outside an export, and another impl than reference, got {self.impl!r}"
         return convolution.triton_unavailable(x, self.weight)
 
     def _fused(self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
