@@ -177,15 +177,36 @@ def _plain_block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None,
     hidden: Tensor | None, given: SoftmaxOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    C, S, V = q.shape[2], k.shape[2], v.shape[3]
-    bias = block_bias(log_decay, C, valid, first_kept, hidden)
-    fits = _on_fused(q) and q.numel() > 0 and S >= LANES and given.softcap is None
-    if not fits or records(q, k, v, log_decay):
+    bias = block_bias(log_decay, q.shape[2], valid, first_kept, hidden)
+    if given.softcap is not None or k.shape[2] < LANES or not q.numel() or not _on_fused(q):
         return readout(block_logits(q @ k.mT, bias, given), v, given)
+    block = _Block.apply if records(q, k, v, bias) else _biased
+    o, lse = block(*_of_one_width(q, k, v), bias)  # type: ignore[no-untyped-call]
+    return o[..., : v.shape[3]], lse
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention and log-sum-exp of a block of rows by the fused kernel, with a bias from ``block_bias``."""
+    C, S = bias.shape[-2:]
     if 1 < C < S:
         bias = bias.masked_fill(later_keys(C, S, q.device), -torch.inf)
-    o, lse = cast(Any, _forward)(*_of_one_width(q, k, v), is_causal=C == S, attn_mask=bias, scale=1.0)
-    return o[..., :V], lse
+    return cast("tuple[Tensor, Tensor]", cast(Any, _forward)(q, k, v, is_causal=C == S, attn_mask=bias, scale=1.0))
+
+
+class _Block(torch.autograd.Function):
+    """The autograd function of :func:`_biased`; its backward pass is in plain operations."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, bias)
+        return _biased(q, k, v, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        (q, k, v, bias), (do, dlse) = ctx.saved_tensors, grads
+        p, dp = block_logits(q @ k.mT, bias, NOTHING_ASKED).softmax(-1), do @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+        return ds @ k, ds.mT @ q, p.mT @ do, ds
 
 
 class _Whole(torch.autograd.Function):
