@@ -182,7 +182,7 @@ def _plain_block(
         return readout(block_logits(q @ k.mT, bias, given), v, given)
     block = _Block.apply if records(q, k, v, bias) else _biased
     o, lse = block(*_of_one_width(q, k, v), bias)  # type: ignore[no-untyped-call]
-    return o[..., : v.shape[3]], lse
+    return o[..., : v.shape[3]], lse if given.return_lse or given.sink is not None else None
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
