@@ -393,10 +393,13 @@ def _on_fused(q: Tensor) -> bool:
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors with as many channels as the widest has, in whole groups of 8."""
-    K, V = q.shape[-1], v.shape[-1]
-    width = -(-max(K, V) // 8) * 8
-    return (q, k, v) if K == V == width else (_widen(q, width), _widen(k, width), _widen(v, width))
+    width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    return _widen(q, width), _widen(k, width), _widen(v, width)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1]))
+    """x with zeros up to ``width`` channels, neighbours in memory: PyTorch's fused CPU kernel does not read strides of
+    channels."""
+    if x.shape[-1] != width:
+        x = F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -159,6 +159,24 @@ def test_row_blocks_read_views_right(name: str) -> None:
     assert_views_are_read_right(name, whole(name, "parallel"), inputs_of(name, 300, (2, 2, 4, 6), torch.float32))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
+@pytest.mark.parametrize("T", [40, 300])
+@pytest.mark.parametrize("name", ["nope", "fox"])
+def test_channels_of_one_sequence_may_lie_apart(name: str, T: int) -> None:
+    """Of as many channels as PyTorch's fused CPU kernel takes, which nothing copies on the way to it."""
+    apart = (
+        lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2],
+        lambda x: x.mT.contiguous().mT,
+    )
+    for V, view in itertools.product((8, 16), apart):
+        own = random_inputs(name, 1, T, 2, 2, 8, V, dtype=torch.float32, regime="open")
+        views = *(view(x) for x in own[:3]), own[3]
+        for grad in (None, torch.ones(1, T, 2, V)):
+            torch.testing.assert_close(
+                found(whole(name, "parallel"), views, grad), found(whole(name, "parallel"), own, grad)
+            )
+
+
 @pytest.mark.parametrize("name", ["fox", "rope", "wall", "path", "gated_deltanet"])
 def test_kernels_in_the_interpreter_read_views_right(name: str) -> None:
     pytest.importorskip("triton")
