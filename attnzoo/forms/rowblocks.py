@@ -181,7 +181,7 @@ def _plain_block(
     if given.softcap is not None or k.shape[2] < LANES or not q.numel() or not _on_fused(q):
         return readout(block_logits(q @ k.mT, bias, given), v, given)
     block = _Block.apply if records(q, k, v, bias) else _biased
-    o, lse = block(*_of_one_width(q, k, v), bias)  # type: ignore[no-untyped-call]
+    o, lse = block(*_of_one_width(q, k, v), bias)
     return o[..., : v.shape[3]], lse if given.return_lse or given.sink is not None else None
 
 

@@ -29,7 +29,6 @@ class Normed(Protocol):
     q_proj: nn.Linear
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
-    angle: Tensor | None
 
 
 @torch.no_grad()
