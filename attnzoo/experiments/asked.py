@@ -31,8 +31,8 @@ def asked(experiment: Experiment, claims: Sequence[str]) -> Experiment:
         head, _, order = claim.rpartition(":")
         probe, _, at = (part.strip() for part in head.partition("@"))
         names = [name.strip() for name in order.split("<")]
-        if len(names) < 2 or not all(names):
-            raise ValueError(f"claim: expected an ordering of models, as 'fox < rope', got {claim!r}")
+        if len(names) < 2 or not all(names) or len(set(names)) < len(names):
+            raise ValueError(f"claim: expected an ordering of models, each once, as 'fox < rope', got {claim!r}")
         try:
             place = float(at) if at else None
         except ValueError:
@@ -51,7 +51,12 @@ def _with_those_before(experiment: Experiment, name: str) -> list[Arm]:
     if name in experiment.arm_names:
         arm = experiment.arm(name)
         return [*map(experiment.arm, reversed(experiment.before(arm))), arm]
-    variant, *options = shlex.split(name)
-    if variant not in registry.list_variants():
-        raise unknown("arm", name, experiment.arm_names, "a variant with options, as 'fox block=llama'")
+    variants = registry.list_variants()
+    try:
+        variant, *options = shlex.split(name)
+    except ValueError as error:
+        raise ValueError(f"claim: expected a variant with options as in a shell, got {name!r} ({error})") from None
+    if variant not in variants:
+        known = dict.fromkeys([*experiment.arm_names, *variants])
+        raise unknown("arm", name, known, "a variant with options, as 'fox block=llama'")
     return [Arm(name, variant, read_settings(options))]

@@ -171,7 +171,7 @@ class ForgettingCache:
 
     def key_bytes(self) -> int:
         """Bytes of a key and its value."""
-        return sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
+        return sum(self.slots[name].shape[3:].numel() * self.slots[name].element_size() for name in ("k", "v"))
 
     def most(self) -> int | None:
         """The most slots that a head, or a sequence with shared slots, can need: its budget and the new keys; None: no
@@ -192,7 +192,8 @@ class ForgettingCache:
     def with_room(self) -> ForgettingCache:
         """A copy with a free slot for one more key of each head."""
         axis, slots = 1 if self.shared else 2, {}
-        needed = int((self.live + 1).sum(1).max() if self.shared else self.live.max() + 1)
+        used = (self.live + 1).sum(1) if self.shared else self.live.flatten() + 1
+        needed = max(used.tolist(), default=0)  # of no sequence, none
         size = self.size if needed <= self.size else _within(self.most(), needed, -(-needed // PAGE) * PAGE)
         for name, x in self.slots.items():
             more = x.new_zeros(*x.shape[:axis], size - self.size, *x.shape[axis + 1 :])
@@ -277,7 +278,7 @@ def over_bytes(caches: Sequence[ForgettingCache]) -> list[Tensor]:
     order = _best_first(score, position)
     taken = torch.cat(each, 1).gather(1, order).cumsum(1)
     beyond = torch.zeros_like(taken).scatter_(1, order, taken) > limit
-    masks = beyond.split([x[0].numel() for x in scores], 1)
+    masks = beyond.split([x.shape[1:].numel() for x in scores], 1)
     return [mask.view_as(x) & (x != SAFE) for mask, x in zip(masks, scores, strict=True)]
 
 

@@ -225,10 +225,10 @@ def _next_sums(state: ForgettingCache, g: Tensor | None, k: Tensor, there: Tenso
     if g is None:
         return {}
     before, (B, G) = state.sums, state.live.shape
-    g = g[:, 0].double().view(B, G, -1)
+    g = g[:, 0].double().unflatten(-1, (G, -1))
     closed = is_closed(g)
     c = before["c"] + g.masked_fill(closed, 0.0)
-    longest = k[:, 0].double().norm(dim=-1).view(B, G, -1).amax(-1)
+    longest = k[:, 0].double().norm(dim=-1).unflatten(-1, (G, -1)).amax(-1)
     new = {
         "c": c, "closed": before["closed"] + closed, "tail": torch.logaddexp(before["tail"], -c),
         "longest": before["longest"].maximum(longest),

@@ -169,7 +169,10 @@ def test_claim_about_a_share_that_can_never_be_seen_is_refused(kind, limit):
 @pytest.mark.parametrize(
     ("claim", "message"),
     [
-        ("fox", "claim: expected an ordering of models, as 'fox < rope', got 'fox'"),
+        ("fox", "claim: expected an ordering of models, each once, as 'fox < rope', got 'fox'"),
+        ("fox < rope < fox", "claim: expected an ordering of models, each once, as 'fox < rope', got"),
+        ("fox block='llama < rope", "claim: expected a variant with options as in a shell, got .*No closing quotation"),
+        ("rope < rwkv7_pth", "unknown arm 'rwkv7_pth': .* did you mean 'rwkv7_path'"),
         ("fox < ", "claim: expected an ordering of models"),
         ("fox < rpe", "unknown arm 'rpe': expected one of .*, or a variant with options"),
         ("los: fox < rope", "unknown probe 'los' of a claim or a picture: .* did you mean 'loss'"),

@@ -18,6 +18,9 @@ import attnzoo.forms.backends.sdpa
 import attnzoo.layer.dispatch
 from attnzoo import Gate, build_attention, get, list_variants
 from attnzoo.errors import UnavailableError
+from attnzoo.forgetting.rules import Forgetting
+from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
 from attnzoo.samples import random_inputs
 from attnzoo.testing import CPU_FORMS
 
@@ -248,6 +251,21 @@ def assert_an_empty_batch_goes_through(attn: torch.nn.Module) -> None:
 @pytest.mark.parametrize("name", list_variants())
 def test_an_empty_batch_goes_through_a_layer(name: str) -> None:
     assert_an_empty_batch_goes_through(build_attention(name, hidden_size=32, num_heads=2).to(DEVICE))
+
+
+@pytest.mark.parametrize("options", [{"training_groups": 4}, {"forgetting": Forgetting(window=2, width=4)}], ids=str)
+def test_an_empty_batch_goes_through_shifted_groups_and_through_what_forgets(options: dict[str, Any]) -> None:
+    assert_an_empty_batch_goes_through(build_attention("fox", hidden_size=32, num_heads=2, **options).to(DEVICE))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [None, 3, "1 KiB", "1 KiB total"])
+def test_an_empty_batch_goes_through_a_cache_with_a_budget(budget: int | str | None) -> None:
+    options = {"forgetting": {"window": 2, "width": 4}}
+    config = ModelConfig(attention="fox", attention_options=options, hidden_size=16, num_layers=2, num_heads=2)
+    model = LanguageModel(config).eval()
+    cache = model.new_cache(budget=budget)
+    assert [model.hidden(torch.zeros(0, T, dtype=torch.long), cache=cache).shape[1] for T in (5, 1)] == [5, 1]
 
 
 @pytest.mark.gpu
