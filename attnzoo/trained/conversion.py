@@ -26,6 +26,7 @@ from attnzoo.trained.exchange import recipe_of
 from attnzoo.training.config import ForgettingConfig, TrainConfig
 from attnzoo.training.forgetting import with_forgetting
 from attnzoo.training.recipe import load_config, to_yaml
+from attnzoo.training.small import model_folder
 from attnzoo.training.start import transferred, weights_for
 from attnzoo.variant import Variant
 
@@ -144,7 +145,8 @@ def phases(
     networks alone, and the second moves their schedule to its end.
 
     Args:
-        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
+        source: the folder of a run, a small trained model by its name, or a folder that `attnzoo export` or `attnzoo
+            import` wrote.
         out: where the runs go.
         to, rotation: see :class:`Target`.
         overrides: `key=value` of all three; those of `model.attention_options` are of the new layers.
@@ -155,7 +157,7 @@ def phases(
         FileNotFoundError: neither a run nor a model folder.
         ValueError: a target that the model cannot become, an unknown context, or settings that conversion makes itself.
     """
-    base, known = recipe_of(source), (source / "config.yaml").is_file()
+    base, known = recipe_of(source), (model_folder(source) / "config.yaml").is_file()
     settings = read_settings(overrides)
     model = dict(settings.pop("model", {}))
     options = model.pop("attention_options", {})

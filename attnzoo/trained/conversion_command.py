@@ -32,10 +32,11 @@ def convert(
 ) -> None:  # fmt: skip
     """Change the variant of a trained model's layers.
 
-    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. Three configurations are written, for three
-    runs of train: the new layers learn the outputs of the old ones, then the model learns the original's logits, then
-    the text. The gates begin open, with a reach of 8 contexts. KEY=VALUE overrides a setting of all three, as
-    data.source=tokens; model.attention_options.KEY=VALUE is an option of the new layers.
+    RUN_OR_FOLDER is a run, a model folder that export or import wrote, or a small trained model such as fox-small.
+    Three configurations are written, for three runs of train: the new layers learn the outputs of the old ones, then
+    the model learns the original's logits, then the text. The gates begin open, with a reach of 8 contexts. KEY=VALUE
+    overrides a setting of all three, as data.source=tokens; model.attention_options.KEY=VALUE is an option of the new
+    layers.
     """
     from attnzoo.settings import read_yaml
     from attnzoo.trained.conversion import phases, write_phases

@@ -18,6 +18,7 @@ from attnzoo.training.folder import load_run
 from attnzoo.training.forgetting import config_now
 from attnzoo.training.metrics import FILE as METRICS
 from attnzoo.training.recipe import load_config, to_yaml
+from attnzoo.training.small import model_folder
 from attnzoo.training.start import KEPT, check_ours, tokenizer_of
 
 if TYPE_CHECKING:
@@ -164,15 +165,15 @@ def recipe_of(folder: str | Path) -> TrainConfig:
     """The configuration of a run, or one that continues training from a model folder.
 
     Args:
-        folder: a run's folder, or one that `attnzoo export` or `attnzoo import` wrote. For the latter two only the
-            model is known; optimizer and data have their defaults.
+        folder: a run's folder, a small trained model by its name, or a folder that `attnzoo export` or `attnzoo import`
+            wrote. For the latter two only the model is known; optimizer and data have their defaults.
 
     Raises:
         FileNotFoundError: neither a run nor a model folder.
         ValueError: a model of another library.
         ModuleNotFoundError: transformers, for a model folder, is not installed.
     """
-    folder = Path(folder)
+    folder = model_folder(folder)
     if (folder / "config.yaml").is_file():
         return replace(load_config(folder / "config.yaml"), output_dir=str(folder))
     check_ours(folder, "folder")

@@ -18,6 +18,7 @@ from attnzoo.models.swap import Unfilled
 from attnzoo.trained import exchange
 from attnzoo.trained import model as trained_model
 from attnzoo.trained.continuation import Continuation, load_text_model
+from attnzoo.trained.conversion import phases, write_phases
 from attnzoo.training import load_run, read_metrics, small
 from attnzoo.training.checkpoint import CheckpointError
 from attnzoo.training.recipe import load_config
@@ -102,6 +103,16 @@ def test_a_small_model_is_found_by_its_name(made, monkeypatch):
     found = find_model("path_fox-small")
     assert found.model.config.layers()[0].name == "path_fox"
     assert found.folder is None  # so that no evaluation is written into the package
+
+
+def test_a_small_model_is_converted_by_its_name(made, monkeypatch, tmp_path):
+    monkeypatch.setattr(small, "SMALL", made / "packed")
+    found = phases(Path("fox-small"), tmp_path, "mamba2", [f"data.source={made / 'small_text'}"], tokens=2**20)
+    assert [(each.start_from, each.teacher) for each in found.values()] == [
+        ("fox-small", "fox-small"), (str(tmp_path / "align"), "fox-small"), (str(tmp_path / "distil"), None),
+    ]  # fmt: skip
+    write_phases(Path("fox-small"), tmp_path, found)
+    assert load_config(tmp_path / "align.yaml").model.layers()[0].name == "mamba2"
 
 
 def test_a_small_model_is_not_measured_on_another_text_than_the_one_it_held_out(monkeypatch, tmp_path):
