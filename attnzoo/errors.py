@@ -82,10 +82,11 @@ def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of
     ...".
     """
     listed = list(options)
+    shown = ", ".join(repr(option) if ", " in option else option for option in listed)
     said = f"unknown {kind} {name!r}{f' of {of}' if of else ''}"
     if not listed:
         return ValueError(f"{said}: none is expected")
-    message = f"{said}: expected one of {', '.join(listed)}{f', or {other}' if other else ''}"
+    message = f"{said}: expected one of {shown}{f', or {other}' if other else ''}"
     return ValueError(message + did_you_mean(name, listed))
 
 

@@ -174,7 +174,7 @@ def test_claim_about_a_share_that_can_never_be_seen_is_refused(kind, limit):
         ("fox block='llama < rope", "claim: expected a variant with options as in a shell, got .*No closing quotation"),
         ("rope < rwkv7_pth", "unknown arm 'rwkv7_pth': .* did you mean 'rwkv7_path'"),
         ("fox < ", "claim: expected an ordering of models"),
-        ("fox < rpe", "unknown arm 'rpe': expected one of .*, or a variant with options"),
+        ("fox < rpe", "unknown arm 'rpe': expected one of .*, 'fox, open', .*, or a variant with options"),
         ("los: fox < rope", "unknown probe 'los' of a claim or a picture: .* did you mean 'loss'"),
         ("loss @ far: fox < rope", "claim: expected a number behind @, got 'far'"),
         ("L(i) @ 9: fox < rope", "at: expected a place of 'L.i.', .* got 9 for 'fox'"),
