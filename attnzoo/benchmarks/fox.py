@@ -66,7 +66,7 @@ SHAPES = (
     (2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64),
     (64, 12, 1024, 64), (16, 12, 2048, 64), (4, 12, 512, 64),  # the host counts
 )  # fmt: skip
-# twice the peers' usual errors in bf16
+# of relative errors: twice the peers' usual ones in bf16
 LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3, "dr": 8e-3}
 PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 

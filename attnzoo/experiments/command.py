@@ -128,8 +128,8 @@ def sizes(results: tuple[Path, ...], out: Path | None) -> None:
     """What a part gains by the size of the model.
 
     RESULTS are the result.json of one experiment at two sizes or more. A gain is one that the experiment correlates, as
-    `pairs` does, or else the difference of two models that it claims. p: of a gain at the largest size that is no other
-    than at the smallest.
+    `pairs` does, or else the difference of two models that it claims. p tests whether a gain
+    is the same at the largest size as at the smallest.
     """
     from rich.console import Console
 

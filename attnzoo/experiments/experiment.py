@@ -55,7 +55,7 @@ class Arm:
 
 
 def arms_of(*variants: str) -> tuple[Arm, ...]:
-    """Arms of the names of their variants, whose layers are as they come."""
+    """Arms named after their variants, without options of their layers."""
     return tuple(Arm(variant, variant) for variant in variants)
 
 

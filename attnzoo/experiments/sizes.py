@@ -96,7 +96,7 @@ def sides_of(experiment: Experiment, rows: Sequence[GainBySize]) -> list[str]:
 def table_of(rows: Sequence[GainBySize]) -> Table:
     """A terminal table of gains by size."""
     sizes = rows[0].weights
-    table = new_table("gain", *(f"{x / 1e6:.2g}M weights" for x in sizes), "p, changes", prose=["gain"])
+    table = new_table("gain", *(f"{x / 1e6:.2g}M weights" for x in sizes), "p of a change", prose=["gain"])
     for row in rows:
         cells = [f"{gain:.3f} ± {error:.3f}" for gain, error in zip(row.gains, row.errors, strict=True)]
         table.add_row(f"{row.lower} below {row.higher}", *cells, f"{row.p:.2g}")

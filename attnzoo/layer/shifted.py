@@ -62,7 +62,7 @@ def _cut(x: Tensor, group: int, before: int, after: int) -> Tensor:
 
 
 def _halves(x: Tensor, axis: int) -> Sequence[Tensor]:
-    """The first and second half of the heads; what one head has for all others, twice."""
+    """The first and second half of the heads; twice the whole where all heads share one."""
     return (x, x) if x.shape[axis] == 1 else x.chunk(2, axis)
 
 

@@ -26,7 +26,7 @@ def with_rows(sizes: dict[str, Size]) -> dict[str, Size]:
 
 
 def falls(arm: str) -> tuple[Value, Value]:
-    """From the second quarter of the context to the last."""
+    """The values between which a loss falls, from the second quarter of the context to the last: lower, higher."""
     return Value(arm, BANDS.name, 1.0), Value(arm, BANDS.name, 0.5)
 
 

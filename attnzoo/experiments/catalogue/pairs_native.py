@@ -13,7 +13,7 @@ RECURRENT = tuple(linear for linear, _, _ in PAIRS)
 
 
 def copies(arm: str) -> Below:
-    """A text costs half a nat less the second time than the first time."""
+    """The claim that a text costs half a nat less the second time than the first time."""
     again, first = (replace(value, arm=arm) for value in COPIED)
     return Below(again, first, by=0.5)
 

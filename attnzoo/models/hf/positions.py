@@ -137,7 +137,7 @@ def _whole(mask: Tensor | None) -> Tensor | None:
     """A token mask of floats 0 and 1 as bools; other masks are refused."""
     if mask is None or not mask.is_floating_point():
         return mask
-    # on a GPU, too: other models add float masks to the logits
+    # read on a GPU, too, as masks of floats that other models add to the logits have the same shape
     if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
     return mask == 1

