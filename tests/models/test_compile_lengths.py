@@ -15,6 +15,13 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.testing import block_sizes
 
 
+@pytest.fixture(autouse=True)
+def no_cache_of_fake_tensors():
+    """Where sizes are symbols, torch's takes longer than it saves."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
 def assert_compiles_for(lengths, attn, backend, dynamic=True):
     torch._dynamo.reset()
     compiled = torch.compile(attn, backend=backend, dynamic=dynamic, fullgraph=True)
