@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 SETTINGS = ("", "0", "1")  # of ATTNZOO_VALIDATE
@@ -58,12 +59,16 @@ def records(*tensors: Tensor | None) -> bool:
 
 
 def in_transform(kind: str = "") -> bool:
-    """Whether a transform of ``torch.func`` is active.
+    """Whether a transform of ``torch.func`` is active, or forward-mode differentiation without one.
 
     Args:
         kind: the name in ``torch._C._functorch.TransformType`` of the only transform to look for; None for any.
     """
-    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling():
+        return False
+    if kind in ("", "Jvp") and forward_ad._current_level >= 0:
+        return True
+    if _functorch.peek_interpreter_stack() is None:
         return False
     levels = _functorch.get_interpreter_stack() if kind else []
     return not kind or any(level.key() == getattr(_functorch.TransformType, kind) for level in levels)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jvp, vmap
 
 from attnzoo import Gate, get, list_variants
@@ -79,6 +80,18 @@ def test_a_transform_of_many_rows(name: str) -> None:
     run = get(name).forms["parallel"]
     expected = torch.autograd.grad(run(q.requires_grad_(), k, v, gate).square().sum(), q)[0]
     assert relative_error(grad(lambda q: run(q, k, v, gate).square().sum())(q.detach()), expected) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["nope", "fox", "path", "gated_deltanet"])
+def test_forward_derivatives_need_no_transform(name: str) -> None:
+    """In lengths of fused kernels, which have none."""
+    form = get(name).forms["parallel" if get(name).side == "softmax" else "chunk"]
+    for T in (40, 300):
+        q, k, v, gate = random_inputs(name, B=1, T=T, H=1, G=1, K=8, V=8, regime="open")
+        with forward_ad.dual_level():
+            got = forward_ad.unpack_dual(form(forward_ad.make_dual(q, q.flip(-1)), k, v, gate)).tangent
+        expected = jvp(lambda q: form(q, k, v, gate), (q,), (q.flip(-1),))[1]  # noqa: B023  called at once
+        assert relative_error(got, expected) < 1e-10
 
 
 @pytest.mark.parametrize(
