@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 NORMS = "norms scale by 1 + w, rounded to the dtype of the weights"
-ANGLES = "of angles that change with the length, those of the original context"
+ANGLES = "where angles change with the length, those of the original context are kept"
 
 
 class Loads(NamedTuple):
@@ -44,7 +44,7 @@ PEERS = {
     "qwen3_5_text": Loads("qwen3_next:qwen3_next", "gated_deltanet, rope", NORMS),
     "olmo_hybrid": Loads("olmo_hybrid:olmo_hybrid", "gated_deltanet, rope or nope"),
     "kimi_linear": Loads("kimi_linear:kimi_linear", "kda, nope with latent keys", "without layers of experts"),
-    "mamba2": Loads("mamba2:mamba2", "mamba2", "several groups as its authors' kernels norm them"),
+    "mamba2": Loads("mamba2:mamba2", "mamba2", "several groups are normed as in its authors' kernels"),
     "mamba3": Loads("mamba3:mamba3", "mamba3", "one input per step, by the trapezoidal rule"),
     "forgetting_transformer-project_fox": Loads("fox:forgetting_transformer", "fox"),
     "transformer-project_fox": Loads("fox:transformer", "rope"),
@@ -52,7 +52,7 @@ PEERS = {
     "hgrn2-project_fox": Loads("fox:hgrn2", "gla"),
     "mamba2-project_fox": Loads("mamba2:mamba2", "mamba2"),
     "forgetting_transformer": Loads("fla:forgetting_transformer", "fox"),
-    "path_attn": Loads("fla:path_attn", "path, path_fox", "the log gate times K^(-1/2), as there"),
+    "path_attn": Loads("fla:path_attn", "path, path_fox", "the log gate is multiplied by K^(-1/2), as there"),
     "delta_net": Loads("fla:delta_net", "deltanet"),
     "gated_deltanet": Loads("fla:gated_deltanet", "gated_deltanet"),
     "gated_deltaproduct": Loads("fla:gated_deltaproduct", "deltanet, gated_deltanet"),
