@@ -139,10 +139,11 @@ def parse_budget(budget: int | str | None) -> tuple[int | None, int | None, bool
     if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
         return budget, None, False
     found = re.fullmatch(r"\s*(\d+)\s*(B|KiB|MiB|GiB)(\s+total)?\s*", budget) if isinstance(budget, str) else None
-    if found is None or not int(found[1]):
+    size = 0 if found is None else int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
+    if found is None or not 0 < size < 1 << 63:  # sums of bytes are int64
         how = "a number of tokens or a text such as '96 KiB' or '2 MiB total'"
         raise ValueError(f"budget: expected {how}, got {budget!r}")
-    return None, int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]], found[3] is not None
+    return None, size, found[3] is not None
 
 
 def contributions(weights: Tensor, v: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ def test_budgets_are_tokens_or_bytes():
         (None, 3 << 20, False),
         (None, 2 << 20, True),
     ]
-    for wrong in (0, True, "7", "7 KB", "0 B", 2.5, "7 total", "2 MiBtotal", "0 B total"):
+    for wrong in (0, True, "7", "7 KB", "0 B", 2.5, "7 total", "2 MiBtotal", "0 B total", "8589934592 GiB"):
         with pytest.raises(
             ValueError, match="budget: expected a number of tokens or a text such as '96 KiB' or '2 MiB t"
         ):
