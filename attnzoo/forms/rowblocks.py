@@ -393,7 +393,10 @@ def _on_fused(q: Tensor) -> bool:
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors with as many channels as the widest has, in whole groups of 8."""
-    width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    K, V = q.shape[-1], v.shape[-1]
+    width = -(-max(K, V) // 8) * 8
+    if K == V == width and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q, k, v
     return _widen(q, width), _widen(k, width), _widen(v, width)
 
 
