@@ -52,13 +52,13 @@ def _grouped(core: Callable[[Call], Tensor], call: Call, group: int, before: int
         there = torch.ones(B, T, dtype=torch.bool, device=call.q.device) if given.valid is None else given.valid
         given = replace(given, valid=cut(there))
     o = core(Call(cut(call.q), cut(call.k), cut(call.v), call.gate.map(cut), options=given))
-    return o.unflatten(0, (B, (before + T + after) // group)).flatten(1, 2)[:, before : before + T]
+    return o.reshape(B, before + T + after, *o.shape[2:])[:, before : before + T]
 
 
 def _cut(x: Tensor, group: int, before: int, after: int) -> Tensor:
     """``[B, T, ...]`` as groups ``[B * n, group, ...]``, filled up with zeros."""
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (before, after))
-    return x.unflatten(1, (x.shape[1] // group, group)).flatten(0, 1)
+    return x.reshape(x.shape[0] * x.shape[1] // group, group, *x.shape[2:])
 
 
 def _halves(x: Tensor, axis: int) -> Sequence[Tensor]:

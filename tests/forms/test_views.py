@@ -281,7 +281,7 @@ def test_an_empty_batch_goes_through_a_layer_on_a_gpu_in_bfloat16(name: str) -> 
 def test_auto_does_not_give_an_empty_batch_to_pytorchs_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which on a GPU returns no tensor for it."""
     monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
-    monkeypatch.setattr(attnzoo.forms.backends.sdpa, "attend", lambda *given: None)
+    monkeypatch.setattr(attnzoo.forms.backends.sdpa, "attend_augmented", lambda *given: None)
     assert_an_empty_batch_goes_through(build_attention(name, hidden_size=32, num_heads=2, head_dim=16))
     attn = build_attention(name, hidden_size=32, num_heads=2, impl="sdpa")
     with pytest.raises(UnavailableError, match="impl='sdpa': expected at least one sequence, got shape"):
