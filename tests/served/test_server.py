@@ -92,7 +92,8 @@ async def load(served: Served, model: LanguageModel, requests: int, seed: int) -
     rng, counts = random.Random(seed), {"whole": 0, "cancelled": 0, "refused": 0, "sampled": 0}
     gate = asyncio.Semaphore(AT_ONCE)
     shared = [rng.randrange(VOCABULARY) for _ in range(128)]
-    async with httpx.AsyncClient(base_url=served.url, timeout=300) as client:
+    fresh = httpx.Limits(max_keepalive_connections=0)  # a server drops idle ones while answers are checked
+    async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=fresh) as client:
 
         async def one(number: int) -> None:
             body: dict[str, Any] = {
