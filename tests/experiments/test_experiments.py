@@ -268,7 +268,9 @@ def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch)
     page = start(done, only=["none, one head"]).read_text()
     assert load_outcome(Path("out/result.json")).runs == tuple(before.of("none, one head"))
     assert "fox: 0 of 2 seeds" in page
-    with pytest.raises(ValueError, match="unknown arm 'fix': expected one of fox, none, one head; did you mean 'fox'"):
+    with pytest.raises(
+        ValueError, match="unknown arm 'fix': expected one of fox, 'none, one head'; did you mean 'fox'"
+    ):
         start(done, only=["fix"])
 
 

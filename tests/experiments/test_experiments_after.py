@@ -97,7 +97,9 @@ def test_arm_learns_from_the_run_of_the_same_seed_of_one_that_it_comes_after(cha
     assert (config.objective, config.teacher) == ("distil", "out/none-one-head/lr0.1-seed1")
     elsewhere = replace(plan, out=Path("other"))
     assert kept.place(elsewhere, chain, taught, 1e-12, 1)[1] == kept.place(plan, chain, taught, 1e-12, 1)[1]
-    with pytest.raises(ValueError, match="unknown teacher 'fox' of the arm 'taught': expected one of on, none, one"):
+    with pytest.raises(
+        ValueError, match="unknown teacher 'fox' of the arm 'taught': expected one of on, 'none, one head'"
+    ):
         replace(experiment, arms=(*experiment.arms, replace(taught, teacher="fox")))
 
 
