@@ -355,17 +355,12 @@ def budget_loss(
     """
     exists = exists.expand(retention.shape)
     kept = expected_kept(retention, options, temperature).masked_fill(~exists, 0.0).sum(-1)  # [B, G, T]
-    return budget_gap(kept, exists.sum(-1), options, shares)
-
-
-def budget_gap(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
-    """:func:`budget_loss` from the expected number of retained keys and the number of all keys, both ``[B, G, T]``."""
-    return excess(kept, tokens, options, shares).abs().sum()
+    return excess(kept, exists.sum(-1), options, shares).abs().sum()
 
 
 def excess(kept: Tensor, tokens: Tensor, options: Forgetting, shares: Tensor | None) -> Tensor:
     """What each row holds beyond its budget (below 0: less) as a share of its tokens, divided by the number of all rows
-    ``[B, G, T]``; the arguments are those of :func:`budget_gap`."""
+    ``[B, G, T]``; from the expected number of retained keys and the number of all keys, both ``[B, G, T]``."""
     wanted = options.capacity(tokens.to(kept.dtype))
     if shares is not None:
         wanted = (wanted * shares[:, None]).minimum(tokens.to(kept.dtype))
