@@ -9,7 +9,7 @@ from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.argument_checks import check_shapes, check_tensors
 from attnzoo.kernels.common.call_checks import KERNEL_DTYPES, kernels_unavailable
 
-MOST_TOKENS = 16  # of a window: the kernels are unrolled over it
+MOST_TOKENS = 4  # of a window, which the kernels keep in registers
 MOST_CHANNELS = 1 << 20
 
 
@@ -19,8 +19,9 @@ def causal_convolution(
 ) -> Tensor:  # fmt: skip
     """``y_t = act(bias + sum_i weight_i x_{t - n + 1 + i})`` for each channel by itself, over n tokens.
 
-    One launch, two in the backward, without copies of x: a slice of a wider projection is read where it lies. Sums are
-    float32 and rounded once. The gradients of weight and bias are added up in a fixed order.
+    One launch each way, and the sums of the weights' shares behind the backward. x is not copied: a slice of a wider
+    projection is read where it lies. Sums are float32 and rounded once. The gradients of weight and bias are added up
+    in a fixed order.
 
     Args:
         x: [B, T, X] bfloat16, float16 or float32.

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[tuple[int, ...], bool, bool, list[int] | None, bool, torc
     # B, T, X, n; a bias; tokens before; borders; a SiLU
     "whole": ((2, 70, 10, 4), True, False, None, True, HALF),
     "continued": ((1, 40, 70, 3), False, True, None, True, torch.float32),
-    "packed, one document empty": ((1, 50, 5, 8), True, False, [0, 1, 1, 30, 50], True, HALF),
+    "packed, one document empty": ((1, 90, 5, 4), True, False, [0, 1, 1, 30, 64, 66, 90], True, HALF),
     "one token": ((2, 1, 16, 2), True, True, None, False, torch.float32),
     "one token wide": ((1, 9, 16, 1), True, True, None, True, torch.float32),
     "one document": ((1, 33, 16, 4), False, False, [0, 33], False, torch.float32),
@@ -107,6 +107,7 @@ def test_what_is_wrong_is_named() -> None:
         ({"cu_seqlens": cut}, r"cu_seqlens: expected int32 or int64 borders \[N\+1\] of one row"),
         ({"x": x[:1], "cu_seqlens": cut, "before": before[:1]}, "before: expected None with cu_seqlens"),
         ({"silu": 1}, "silu: expected True or False, got 1"),
+        ({"weight": torch.ones(4, 5, device=DEVICE)}, "expected windows of up to 4 tokens, got 5"),
         ({"x": x.double()}, "x, weight: expected bfloat16, float16 or float32"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
