@@ -313,7 +313,7 @@ class LanguageModel(nn.Module):
         """
         layers = self.attentions()
         if budget is not None and not any(layer.forget is not None for layer in layers):
-            raise ValueError(f"budget: expected None (no layer forgets), got {budget!r}")
+            raise ValueError(f"budget: expected None (a budget is for layers with forget=...), got {budget!r}")
         if evict is not None and not any(layer.evicts for layer in layers):
             names = ", ".join(sorted({layer.variant.name for layer in layers}))
             raise ValueError(f"evict: expected None (all layers, {names}, need what they keep), got {evict!r}")

@@ -156,7 +156,7 @@ def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
     for engine in (False, True):
         assert torch.equal(model.generate(tokens, **given, budget=3, engine=engine), expected)
     assert not torch.equal(model.generate(tokens, **given), expected)
-    with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 3"):
+    with pytest.raises(ValueError, match="budget: expected None .a budget is for layers with forget=...., got 3"):
         build("rope").generate(tokens, **given, budget=3)
     cache = ModelCache(model.model.new_cache())
     with pytest.raises(ValueError, match=f"budget: expected None beside {NAME}"):

@@ -298,7 +298,7 @@ def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):
     assert "layers that forget gave up keys as they were trained to" in said
     with pytest.raises(ValueError, match=r"got one that learns it \(blend = 0\.\d+, 1 from"):
         ran(half, *options)
-    with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 5"):
+    with pytest.raises(ValueError, match="budget: expected None .a budget is for layers with forget=...., got 5"):
         ran(run, *options, "--budget", 5)
 
 
