@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ from torch import Tensor
 import attnzoo.layer.dispatch
 from attnzoo import Gate, build_attention, get
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends.sdpa import BUDGET, doubts, logit_error, sdpa_kernel
+from attnzoo.forms.backends import sdpa
+from attnzoo.forms.backends.sdpa import BUDGET, doubts, logit_error, ragged_kernel, sdpa_kernel
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import choose
@@ -53,16 +55,113 @@ def test_values_and_gradients_are_the_oracles_with_shared_keys_padding_packing_a
         in_steps_it_goes_on_from_the_reference(variant, inputs, valid, window)
 
 
-def in_steps_it_goes_on_from_the_reference(variant: Variant, inputs: Any, valid: Tensor, window: int | None) -> None:
+def in_steps_it_goes_on_from_the_reference(
+    variant: Variant, inputs: Any, valid: Tensor | None, window: int | None
+) -> None:
     (q, k, v, gate), state, rows = inputs, None, []
     for now in (slice(0, 9), slice(9, 10), slice(10, 16), slice(16, 21)):
         how = "reference" if now.start == 9 else "sdpa"  # each goes on from the other's state
         step = (x[:, now] for x in (q, k, v))
-        options = {"valid": valid[:, now], "window": window}
+        options = {"valid": None if valid is None else valid[:, now], "window": window}
         o, state = variant.extend(*step, gate.slice(now.start, now.stop), state, form=how, **options)
         rows.append(o)
     whole = variant.forms["parallel"](*inputs, valid=valid, window=window)
-    assert relative_error(torch.cat(rows, 1)[valid], whole[valid]) <= 1e-10
+    there = slice(None) if valid is None else valid
+    assert relative_error(torch.cat(rows, 1)[there], whole[there]) <= 1e-10
+
+
+def ragged(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, T: int, S: int, **options: Any) -> Tensor:
+    """``torch.nn.attention.varlen.varlen_attn`` by its documentation, one sequence after another."""
+    (left, right), scale, rows = options["window_size"], options["scale"], []
+    assert [right, T, S] == [0, int(cu_q.diff().max()), int(cu_k.diff().max())]
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert q.shape[2] % 8 == 0
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    for i in range(len(cu_q) - 1):
+        own, keys = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+        n, m = own.stop - own.start, keys.stop - keys.start
+        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        seen = seen if left < 0 else seen.triu(m - n - left)
+        logits = scale * torch.einsum("thk,jhk->htj", q[own], k[keys])
+        rows.append(torch.einsum("htj,jhv->thv", logits.masked_fill(~seen, -torch.inf).softmax(-1), v[keys]))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_packing_windows_and_cached_tokens_run_on_a_ragged_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+
+    def spied(*given: Any, **options: Any) -> Tensor:
+        calls.append(given[3].tolist())
+        return ragged(*given, **options)
+
+    variant, (q, k, v, gate) = get(name), random_inputs(name, 2, 21, 4, 2, 8, 6)
+    one = (q[:1], k[:1], v[:1], gate.map(lambda x: x if x.ndim == 1 else x[:1]))
+    monkeypatch.setattr(sdpa, "takes_ragged", lambda v, heads, width: True)
+    monkeypatch.setattr(sdpa, "ragged_kernel", lambda: spied)
+    for options in ({"cu_seqlens": torch.tensor([0, 4, 4, 15, 21])}, {"window": 5}):
+        packed = options | {"window": options.get("window", 3)}
+        for case in (options, packed):
+            runs = (
+                value_and_gradients(lambda *x, f=f, o=case: variant.forms[f](*x, **o), one)
+                for f in ("sdpa", "parallel")
+            )
+            assert_close(*runs, what=f"{name} {case}")
+    assert calls == [[0, 4, 4, 15, 21]] * 2 + [[0, 21]] * 2
+    in_steps_it_goes_on_from_the_reference(variant, (q, k, v, gate), None, 7)
+    assert calls[4:] == [[0, 9, 18], [0, 6, 12], [0, 5, 10]]
+    variant.forms["sdpa"](*one)
+    assert len(calls) == 7  # no mask is needed: the plain kernel
+
+
+def test_gradients_of_gates_stay_within_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, gate = gated(96, 0.1, torch.bfloat16)
+    borders, found = torch.tensor([0, 40, 96]), []
+    monkeypatch.setattr(sdpa, "takes_ragged", lambda v, heads, width: True)
+    monkeypatch.setattr(sdpa, "ragged_kernel", lambda: ragged)
+    for later in (v[:, 40:], 100 * v[:, 40:]):
+        g = cast(Tensor, gate.log_decay).clone().requires_grad_()
+        o = get("fox").forms["sdpa"](q, k, torch.cat([v[:, :40], later], 1), Gate(log_decay=g), cu_seqlens=borders)
+        found.append(torch.autograd.grad(o.float().square().sum(), g)[0][:, :40])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6 * float(found[0].abs().max()))
+
+
+def test_the_ragged_kernel_of_this_pytorch_takes_the_call() -> None:
+    """Names and shapes alone, as it runs on CUDA."""
+    kernel = ragged_kernel()
+    if kernel is None:
+        pytest.skip("this PyTorch has no ragged kernel with windows and a scale")
+    x = torch.empty(9, 4, 72, dtype=torch.bfloat16, device="meta")
+    borders = torch.empty(3, dtype=torch.int32, device="meta")
+    assert kernel(x, x[:, :2], x[:, :2], borders, borders, 5, 5, scale=0.3, window_size=(3, 0)).shape == x.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 30}], ids=["whole", "window"])
+def test_on_a_gpu_the_ragged_kernel_is_as_exact_as_rows(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, kernel = [], ragged_kernel()
+    if kernel is None:
+        pytest.skip("this PyTorch has no ragged kernel with windows and a scale")
+
+    def spied(*given: Any, **options: Any) -> Tensor:
+        calls.append(given[5])
+        return kernel(*given, **options)
+
+    monkeypatch.setattr(sdpa, "ragged_kernel", lambda: spied)
+    q, k, v, gate = (x.cuda() if isinstance(x, Tensor) else x.map(Tensor.cuda) for x in gated(300, 0.1, torch.bfloat16))
+    options = options | {"cu_seqlens": torch.tensor([0, 100, 100, 107, 300], device="cuda")}
+    exact = value_and_gradients(
+        lambda *x: get("fox").forms["parallel"](*x, **options),
+        (q.double(), k.double(), v.double(), gate.map(lambda x: x.double())),
+    )
+    form = partial(get("fox").forms["sdpa"], **options)
+    got = value_and_gradients(form, (q, k, v, gate))
+    assert calls == [193]
+    monkeypatch.setattr(sdpa, "takes_ragged", lambda v, heads, width: False)
+    rows = value_and_gradients(form, (q, k, v, gate))
+    assert len(calls) == 1
+    off, usual = ({name: relative_error(x, exact[name]) for name, x in run.items()} for run in (got, rows))
+    assert all(off[name] <= 2 * usual[name] for name in off), (off, usual)
 
 
 def gated(T: int, mean: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Gate]:
