@@ -11,12 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnzoo.layer.dispatch
 from attnzoo import Gate, build_attention, get
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends import sdpa
 from attnzoo.forms.backends.sdpa import BUDGET, doubts, logit_error, ragged_kernel, sdpa_kernel
+from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import choose
@@ -134,6 +136,15 @@ def test_the_ragged_kernel_of_this_pytorch_takes_the_call() -> None:
     x = torch.empty(9, 4, 72, dtype=torch.bfloat16, device="meta")
     borders = torch.empty(3, dtype=torch.int32, device="meta")
     assert kernel(x, x[:, :2], x[:, :2], borders, borders, 5, 5, scale=0.3, window_size=(3, 0)).shape == x.shape
+
+
+def test_flex_attention_takes_the_longer_keys() -> None:
+    q, k, v, gate = random_inputs("fox", 2, 21, 4, 2, 8, 6)
+    longer = sdpa.lengthened(q, k, sdpa.bias_of(KVCache(k, v, gate.log_decay)), 8**-0.5, 3)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 21, 21, device="cpu")
+    rows = (x.transpose(1, 2) for x in (*longer, v))
+    o = cast(Tensor, flex_attention(*rows, block_mask=mask, scale=8**-0.5, enable_gqa=True))
+    assert relative_error(o.transpose(1, 2), get("fox").oracle(q, k, v, gate)) <= 1e-10
 
 
 @pytest.mark.gpu
