@@ -165,12 +165,20 @@ def decode(**options: Any) -> None:
 @shapes
 @only
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Calls per figure.")
-def context(**options: Any) -> None:
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    multiple=True,
+    help="On one GPU: what each of so many ranks computes, without exchanges; may be given several times.",
+)
+def context(ranks: tuple[int, ...], **options: Any) -> None:
     """FoX's attention over one sequence on several GPUs.
 
     Forward and backward beside one GPU, and the bytes that cross. Start it with torchrun, a process for each GPU.
     """
-    _run_on_gpu("context", options)
+    if ranks:
+        options["ranks"] = ranks
+    _run_on_gpu("shares" if ranks else "context", options)
 
 
 @bench.command()

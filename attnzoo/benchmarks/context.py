@@ -1,7 +1,8 @@
 """Context parallelism of FoX: one sequence on the GPUs of a host, beside the same on one of them.
 
 A process per GPU, such as torchrun starts, checks outputs and gradients against one GPU, times forward + backward of
-the attention, and counts the bytes that it sends.
+the attention, and counts the bytes that it sends. :mod:`attnzoo.benchmarks.shares` times what each of more ranks would
+compute.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]] = (), only: Sequence[str] =
     """Measure every way of every shape, in each of the processes; the first writes what came out."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if dist.is_nccl_available() else "gloo", device_id=torch.device("cuda", rank))
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = "nccl" if dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, device_id=torch.device("cuda", rank), **alone)
     try:
         rows = [row for shape in shapes or SHAPES for row in measure(shape, only, repeats)]
         if dist.get_rank() == 0:
@@ -122,14 +125,15 @@ def both(form: Callable[..., Tensor], leaves: Sequence[Tensor], do: Tensor, **op
 
 def timed(call: Callable[[], Any], repeats: int) -> float:
     """The median milliseconds of a call that all processes make together."""
+    wait: Callable[[], Any] = dist.barrier if dist.is_initialized() else lambda: None
     times = []
     for n in range(repeats + 2):
         torch.cuda.synchronize()
-        dist.barrier()
+        wait()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        dist.barrier()
+        wait()
         if n >= 2:
             times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
