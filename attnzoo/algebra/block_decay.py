@@ -35,7 +35,7 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
     The log-decay between two tokens is the difference of their sums where their counts agree, else -inf; so inf - inf
     never occurs. In float32 every difference would carry the rounding error of the whole sum.
     """
-    if readable(g) and g.numel() and g.detach().amin().item() > CLOSED:
+    if readable(g) and g.numel() and g.detach().min().item() > CLOSED:
         return g.cumsum(dim, dtype=torch.float64), None
     closed = is_closed(g)
     return running_sum(g.masked_fill(closed, 0.0), dim, torch.float64), closed.cumsum(dim)
@@ -68,5 +68,5 @@ def decay_between(g: Tensor) -> Tensor:
 
 
 def _between(sums: Tensor, closed: Tensor | None, dtype: torch.dtype) -> Tensor:
-    between = (sums[..., :, None] - sums[..., None, :]).to(dtype).tril_(-1)
+    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(dtype).tril_(-1)
     return between if closed is None else between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf)

@@ -214,7 +214,8 @@ class Identity(Transition):
         return q @ k.mT
 
     def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
-        return ClosedForms([[q @ k.mT for k in keys] for q in queries], queries, keys, None)
+        columns = [k.mT for k in keys]
+        return ClosedForms([[q @ column for column in columns] for q in queries], queries, keys, None)
 
     def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
         return state

@@ -100,9 +100,9 @@ def block_logits(scores: Tensor, bias: Tensor, given: SoftmaxOptions) -> Tensor:
         given: options of the call.
     """
     future = later_keys(scores.shape[-2], scores.shape[-1], scores.device)
-    logits = logits_of(scores, given, bias).masked_fill(future, -torch.inf)
+    logits = logits_of(scores, given, bias).masked_fill_(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # smaller exponentials would be denormals, which are slow
-    return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
+    return logits.masked_fill_(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
 
 
 def later_keys(C: int, S: int, device: torch.device) -> Tensor:

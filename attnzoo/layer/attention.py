@@ -276,10 +276,10 @@ class Attention(AttentionParts):
             y = self.o_proj(whole.fused(o, gate, None if self.skip is None else Skip(v, self.skip)).flatten(2))
             return y
         if self.skip is not None:
-            o = o + (self.skip[:, None] * expand_heads(v, o.shape[2])).to(o.dtype)
+            o = o.addcmul(self.skip[:, None], expand_heads(v, o.shape[2])).to(o.dtype)
         gated = None if logits is None else ACTIVATIONS[act](logits)
         if gated is not None and first:
-            o, gated = o * gated.unflatten(-1, o.shape[2:]), None
+            o, gated = o * gated.reshape(o.shape), None
         if norm is not None:
             o = norm(o)
         if projected.bonus is not None:

@@ -252,9 +252,11 @@ class ShortConvolution(nn.Module):
             out = (full * weight.mT).sum(1, keepdim=True)
         else:
             first, *later = weight.unbind(1)
-            out = full[:, :T] * first
+            start = full[:, :T]
+            out = start * first if self.bias is None else torch.addcmul(self.bias.to(full.dtype), start, first)
             for i, one in enumerate(later, 1):
                 out = out.addcmul(full[:, i : i + T], one)
+            return self.activation(out)
         return self._finish(out)
 
     def _finish(self, out: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.layer.cache import LayerCache, Owner
@@ -70,7 +69,7 @@ class Stream:
             spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)
             return fn(spaced).index_select(1, place)
         past = None if self.cache is None else self.cache.windows.get(name)
-        full = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
+        full = torch.cat([x.new_zeros(B, n, X) if past is None else past.to(x.dtype), x], 1)
         if self.valid is None:
             self._remember(name, full, n)
             return fn(full)
