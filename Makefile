@@ -24,7 +24,7 @@ help:
 	@echo "make test-transformers what uses transformers, on the oldest and on the newest release that are supported"
 	@echo "make test-vllm  serve small models by vLLM on a CPU, in an environment of its own (REQUESTS=60 for a short run)"
 	@echo "make test-versions every kernel compiled with every supported Triton, for each kind of GPU (TRITONS='3.6.0 3.9.0')"
-	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
+	@echo "make test-long  at least 200 random examples per variant and property, all combinations of parameters, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
 	@echo "make docs       draw the figures from committed data and build the documentation, site/index.html"
 	@echo "make duality    the page where gates are moved, as one file: site/duality.html"
@@ -71,7 +71,8 @@ test-gpu: install
 	$(BIN)/python -m pytest --quiet -m gpu --ignore=tests/docs
 
 test-long: install
-	$(PYTEST) --hypothesis-profile=long \
+	$(PYTEST) --hypothesis-profile=long -m covering --ignore=tests/docs
+	$(PYTEST) --hypothesis-profile=long -m 'not covering' \
 		tests/forms/test_forms.py tests/forms/test_laws.py tests/forms/test_options.py tests/forms/test_reductions.py \
 		tests/algebra/test_pruning.py tests/algebra/test_products.py tests/layer/test_attention.py tests/kernels \
 		tests/forgetting/test_forgetting.py tests/forgetting/test_forgetting_cache.py tests/models/test_compile_lengths.py

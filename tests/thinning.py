@@ -2,14 +2,18 @@
 
 The code of a product is that of its factors, which the pairs of factors run in full. Outside the long profile all
 products run what is held against the oracle, with few examples, and two stand for all of them elsewhere.
+
+Of a test that is marked ``covering`` the usual run has as many combinations of its parameters as make every two values
+of two parameters occur together; ``make test-long`` has all.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +27,7 @@ FOR_ALL = {
     "test_pieces_padding_and_packing_equal_whole_sequences", "test_long_sequences_within_budget",
 }  # fmt: skip
 FEW = 3
+Row = TypeVar("Row")
 NAMED = 2  # products that a test may name itself; more come from the registry
 
 
@@ -58,17 +63,50 @@ def product(item: pytest.Item) -> str:
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests of products that others stand for: of those that take their variants from the registry, not by name."""
+    """Tests that others stand for: of products, where the variants come from the registry and not by name, and of
+    combinations of parameters."""
     if settings.get_current_profile_name() == "long":
         return []
     products = defaultdict(set)
     for item in items:
         products[item.path, item.originalname].add(product(item))
-    return [
+    out = {
         item
         for item in items
         if product(item) not in {"", *EVERYWHERE}
         and len(products[item.path, item.originalname] - {""}) > NAMED
         and item.originalname not in FOR_ALL
         and item.path.name != "test_registry.py"
-    ]
+    }
+    rest = combinations([item for item in items if item not in out])
+    return [*out, *(item for of_one in rest for item in beyond_covering(of_one))]
+
+
+def combinations(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests of each function that is marked ``covering``, but for those that a machine may skip."""
+    found = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("gpu"):
+            found[item.path, item.originalname].append(item)
+    return [*found.values()]
+
+
+def beyond_covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of tests of one function those whose every two parameters have their values together in another that is kept."""
+    needs = {}
+    for item in items:
+        values = [(name, repr(value)) for name, value in item.callspec.params.items()]
+        needs[item] = {*itertools.combinations(values, 2)}
+    kept = covering(needs)
+    return [item for item in items if item not in kept]
+
+
+def covering(needs: Mapping[Row, set[Any]]) -> set[Row]:
+    """As many rows as have all that any of them has: each time the one with most that the others do not have yet."""
+    kept, left = set(), dict(needs)
+    while left:
+        best = max(left, key=lambda row: len(left[row]))
+        kept.add(best)
+        new = left[best]
+        left = {row: rest for row, own in left.items() if (rest := own - new)}
+    return kept

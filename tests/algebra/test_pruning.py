@@ -247,6 +247,7 @@ def test_no_bound_is_searched_for_among_too_few_keys(name: str, monkeypatch: pyt
     assert seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("eps", [math.exp(-10), 1e-3])
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("name", PRUNABLE)

@@ -15,6 +15,7 @@ from attnzoo.models import Generator
 from attnzoo.registry import get, list_variants
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", list_variants())
 @pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}, {"block": "pro"}], ids=["", "window", "pro"])
 @pytest.mark.parametrize("paged", [None, False], ids=["paged", "whole"])

@@ -83,6 +83,7 @@ def test_hard_rows_are_the_student_where_tau_is_sharp():
         assert_same(attn(rows(2, 30)), hard)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("budget", [None, "1 MiB"])
 @pytest.mark.parametrize("network", ["key", "pair"])
 @pytest.mark.parametrize("name", ["fox", "rope", "path", "wall"])

@@ -59,6 +59,7 @@ def test_packed_sequences_and_padding_are_separate_sequences(name, network):
         assert torch.isclose(attn.forget.terms.distillation, terms[0])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("network", dense.NETWORKS)
 @pytest.mark.parametrize("name", ["nope", "fox", "path"])

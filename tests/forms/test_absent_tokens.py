@@ -15,6 +15,7 @@ from attnzoo.samples import random_inputs
 from attnzoo.testing import CPU_FORMS
 
 T = 12
+WAYS = (*CPU_FORMS, "extend")
 
 
 def _in_steps(name: str) -> Callable[..., Tensor]:
@@ -48,10 +49,13 @@ def outputs_and_gradients(
     return {"o": o.detach(), **{name: g for name, g in zip(leaves, grads, strict=True) if g is not None}}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("validate", "value"), [("", math.nan), ("0", math.inf)])
-@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in list_variants() for way in (*get(name).forms, "extend") if way in WAYS]
+)
 def test_nothing_at_absent_tokens_is_felt(
-    name: str, validate: str, value: float, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, validate: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNZOO_VALIDATE", validate)
     q, k, v, gate = random_inputs(name, B=2, T=T, H=2, G=1, K=4, V=3)
@@ -64,12 +68,11 @@ def test_nothing_at_absent_tokens_is_felt(
     if name == "gated_deltanet":
         del leaves["write"], leaves["w"]
         leaves["k"], options["delta_rule"] = torch.nn.functional.normalize(k, dim=-1), True
-    forms = {form: run for form, run in get(name).forms.items() if form in CPU_FORMS}
-    for way, form in {**forms, "extend": _in_steps(name)}.items():
-        expected = outputs_and_gradients(form, leaves, valid, **options)
-        dirty = {part: x.masked_fill(~valid.reshape(2, T, *(1,) * (x.ndim - 2)), value) for part, x in leaves.items()}
-        got = outputs_and_gradients(form, dirty, valid, **options)
-        for part, x in got.items():
-            assert x.isfinite().all(), (way, part)
-            there = valid if part == "o" else slice(None)
-            torch.testing.assert_close(x[there], expected[part][there], rtol=1e-12, atol=1e-12, msg=f"{way} {part}")
+    form = _in_steps(name) if way == "extend" else get(name).forms[way]
+    expected = outputs_and_gradients(form, leaves, valid, **options)
+    dirty = {part: x.masked_fill(~valid.reshape(2, T, *(1,) * (x.ndim - 2)), value) for part, x in leaves.items()}
+    got = outputs_and_gradients(form, dirty, valid, **options)
+    for part, x in got.items():
+        assert x.isfinite().all(), part
+        there = valid if part == "o" else slice(None)
+        torch.testing.assert_close(x[there], expected[part][there], rtol=1e-12, atol=1e-12, msg=part)

@@ -216,6 +216,7 @@ def test_a_short_w_is_a_gate_like_others(name: str) -> None:
         assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form} of {name}")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("T", [9, 300])
 @pytest.mark.parametrize("sizes", [(0, 2, 1, 4, 3), (2, 2, 1, 4, 0)], ids=["no rows", "no value channels"])
 @pytest.mark.parametrize("name", list_variants())

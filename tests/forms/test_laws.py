@@ -208,6 +208,7 @@ def closing_at(name: str, t: int, T: int, dtype: torch.dtype) -> Inputs:
     return q, k, v, replace(gate, **{part: closed})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("t", [1, 8, 13, 19])
 @pytest.mark.parametrize(("name", "form"), [pair for pair in FORMS if pair[0] in (*GATED, "gla")])

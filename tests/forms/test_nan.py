@@ -8,6 +8,7 @@ import torch
 from attnzoo import Gate, get
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 257])
 @pytest.mark.parametrize("name", ["nope", "rope", "fox"])

@@ -81,6 +81,7 @@ REDUCTIONS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", CPU_FORMS)
 @pytest.mark.parametrize("regime", ["mixed", "open", "closing"])
 @pytest.mark.parametrize(

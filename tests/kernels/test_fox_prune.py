@@ -261,6 +261,7 @@ def test_the_smaller_of_a_known_bound_and_the_norms_counts(bound: str) -> None:
         assert int(tight.sum()) > int(norms.sum())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("known", [None, 1e4, 1.0], ids=["norms", "loose bound", "tight bound"])
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("T", [1, 40, 300])

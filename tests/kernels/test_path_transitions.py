@@ -214,6 +214,7 @@ def doubled(x: Any) -> Any:
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hard", [False, True], ids=["mixed", "hard"])
 @pytest.mark.parametrize("case", [(2, 1, 2, 2, 16), (1, 65, 1, 1, 128), (1, 130, 2, 1, 48)], ids=str)
@@ -282,6 +283,7 @@ def test_one_kernel_makes_all_gradients_of_a_block(monkeypatch: pytest.MonkeyPat
         within(f"d{name}", a, b, c, dtype)  # sums in another order: no closer to each other than to the exact ones
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pruned", [False, True], ids=["all", "pruned"])
 @pytest.mark.parametrize(

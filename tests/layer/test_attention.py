@@ -168,6 +168,7 @@ def test_pruned_layer_stays_within_eps(name):
         assert not torch.equal(got, attn(x))  # something was pruned, or the test says nothing
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"qk_norm": "rms"}, {"qk_norm": "l2"}, {"qk_norm": "rms", "rotary": 1e4}], ids=str)
 @pytest.mark.parametrize("name", PRUNABLE)

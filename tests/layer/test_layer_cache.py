@@ -206,6 +206,7 @@ def test_rows_are_named_by_their_numbers(name, index, error, message):
             reorder(index)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("evict", [None, 1e-30])
 @pytest.mark.parametrize("options", [{}, {"rotary": 100.0}], ids=["", "rotary"])

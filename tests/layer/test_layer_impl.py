@@ -46,25 +46,29 @@ def on_both(name, acp=False):
     return reference, kernel
 
 
-@pytest.mark.parametrize("acp", [False, True])
-@pytest.mark.parametrize("name", TRITON)
-def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
-    """Whole calls, padding, packing, a prefill and steps, and the gradient of every parameter (interpreted)."""
-    if acp and not get(name).prunable:
-        return
+@pytest.mark.covering
+@pytest.mark.parametrize("way", ["whole", "padded", "packed", "in pieces"])
+@pytest.mark.parametrize(
+    ("name", "acp"), [(name, acp) for name in TRITON for acp in (False, True)[: 1 + get(name).prunable]]
+)
+def test_the_kernel_serves_a_layer_like_the_reference(name, acp, way):
+    """Whole calls with the gradient of every parameter, padding, packing, a prefill and steps (interpreted)."""
     reference, kernel = on_both(name, acp)
     x = rows(2, 37).float()
     mask = torch.ones(2, 37, dtype=torch.bool)
     mask[0, :5] = mask[1, 30:] = False
 
     def run(attn):
-        cache = attn.new_cache()
+        if way == "whole":
+            y = attn(x)
+            return [y, *torch.autograd.grad(y.square().sum(), list(attn.parameters()), allow_unused=True)]
+        if way == "padded":
+            return [attn(x, attention_mask=mask)]
         with torch.no_grad():
-            steps = [attn(part, cache=cache) for part in (x[:, :30], x[:, 30:31], x[:, 31:])]
-            packed = attn(x[:1], cu_seqlens=torch.tensor([0, 11, 11, 37]))
-        whole = attn(x)
-        gradients = torch.autograd.grad(whole.square().sum(), list(attn.parameters()), allow_unused=True)
-        return [whole, attn(x, attention_mask=mask), packed, torch.cat(steps, 1), *gradients]
+            if way == "packed":
+                return [attn(x[:1], cu_seqlens=torch.tensor([0, 11, 11, 37]))]
+            cache = attn.new_cache()
+            return [attn(part, cache=cache) for part in (x[:, :30], x[:, 30:31], x[:, 31:])]
 
     for got, expected in zip(run(kernel), run(reference), strict=True):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
@@ -95,16 +99,23 @@ def test_cached_steps_of_the_kernel_take_padding(name):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize("name", [name for name in TRITON if get(name).requires])
-def test_gates_of_float64_are_read_as_the_reference_reads_them(name, constant):
+@pytest.mark.covering
+@pytest.mark.parametrize("begun_by", [None, "triton", "reference"])
+@pytest.mark.parametrize(
+    ("name", "constant"),
+    [
+        (name, constant)
+        for name in TRITON
+        if get(name).requires
+        for constant in (False, True)[: 1 + ("log_decay" in get(name).requires)]
+    ],
+)
+def test_gates_of_float64_are_read_as_the_reference_reads_them(name, constant, begun_by):
     """Beside q of float32: whole calls, padding, the gates' gradients, and a cache that the reference began."""
     variant, T = get(name), 20
     q, k, v, gate = random_inputs(name, B=2, T=T, H=2, G=1, K=16, V=16)
     q, k, v = q.float(), k.float(), v.float()
     if constant:
-        if gate.log_decay is None:
-            return
         gate = replace(gate, log_decay=gate.log_decay[0, 0].clone())
     valid = torch.ones(2, T, dtype=torch.bool)
     valid[1, :3] = False
@@ -124,9 +135,10 @@ def test_gates_of_float64_are_read_as_the_reference_reads_them(name, constant):
             rows.append(o)
         return torch.cat(rows, 1)
 
-    pieces = in_pieces("reference", "reference")
-    found = [*zip(run("triton"), run("parallel"), strict=True)]
-    found += [(in_pieces(begins, "triton"), pieces) for begins in ("triton", "reference")]
+    if begun_by is None:
+        found = [*zip(run("triton"), run("parallel"), strict=True)]
+    else:
+        found = [(in_pieces(begun_by, "triton"), in_pieces("reference", "reference"))]
     for got, want in found:
         assert (got - want).norm() <= 1e-4 * want.norm()
 
