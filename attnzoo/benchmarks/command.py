@@ -223,6 +223,35 @@ def gpt(
     run(sizes=GPTSizes(batch, context, hidden, layers, heads, vocabulary), device=device, **options)
 
 
+@bench.command()
+@overrides_argument
+@click.option(
+    "--size",
+    multiple=True,
+    default=["gpu", "gpu-10m", "gpu-25m"],
+    show_default=True,
+    help="Of `acp_throughput`; may be given several times.",
+)
+@out("acp")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where to train.")
+@click.option("--learn", type=click.IntRange(min=2), default=120, show_default=True, help="Steps learned first.")
+@click.option("--steps", type=click.IntRange(min=1), default=6, show_default=True, help="Steps per measurement.")
+@click.option("--repeats", type=click.IntRange(min=1), default=4, show_default=True, help="How often to measure.")
+@seconds(500)
+def acp(device: str, **options: Any) -> None:
+    """Training steps of FoX (Pro) with and without pruning.
+
+    Sizes, contexts and text are those of the experiment `acp_throughput`; KEY=VALUE overrides a setting of all runs.
+    Each model learns in the shortest context first, and all contexts are timed with its gates, as is the share of the
+    search for what to prune in the attention.
+    """
+    if device != "cpu":
+        _need_gpu("acp", "; --device cpu measures without one")
+    from attnzoo.benchmarks.acp import run
+
+    run(device=device, **options)
+
+
 @bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @click.argument("config")
 @overrides_argument

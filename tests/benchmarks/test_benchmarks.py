@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
 from attnzoo.benchmarks import generate, gpt, host, measure
+from attnzoo.benchmarks.acp import search_share
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
@@ -82,6 +83,24 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert "| - | 1.000 | - | - |" in ran.output
     assert "| 1 mamba2, 1 fox |" in (tmp_path / "speed/results.md").read_text()
     assert "| 1 mamba2, 1 fox |" in ran.output
+
+
+def test_training_with_pruning_is_timed_from_weights_that_learned_in_the_shortest_context(tmp_path: Path) -> None:
+    small = ["data.source=text.txt", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=1", "batch_size=1"]
+    small += ["data.context_length=64", "eval_tokens=64"]
+    (tmp_path / "text.txt").write_text("a text that has enough bytes for this\n" * 100)
+    ran = run("acp", *small, "--size", "cpu", "--device", "cpu", "--learn", "2", "--steps", "1", "--out", "speed")
+    assert ran.exit_code == 0, ran.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed", "text.txt"]
+    rows = json.loads((tmp_path / "speed/results.json").read_text())["rows"]
+    assert [len(row[kind]) for row in rows for kind in ("plain", "pruned")] == [4] * 6
+    assert all(row["learned"] == 2 and row["kept"] == 1.0 for row in rows)  # a context of one block
+    assert (tmp_path / "speed/results.md").read_text().count("| 1 x 64 |") == 3
+
+
+def test_the_search_is_what_runs_with_pruning_alone() -> None:
+    assert search_share({"scan": 1.0, "attend": 3.0}, {"attend": 9.0}) == 0.25
+    assert search_share({"attend": 3.0}, {"attend": 9.0}) == 0.0
 
 
 def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +172,7 @@ def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["gpt"], ["train", "tiny"]],
+    [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["gpt"], ["acp"], ["train", "tiny"]],
 )
 def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +214,7 @@ def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
     ]
 
 
-@pytest.mark.parametrize("command", [["fox"], ["generate"], ["gpt"], ["train", "tiny"]])
+@pytest.mark.parametrize("command", [["fox"], ["generate"], ["gpt"], ["acp"], ["train", "tiny"]])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
     command: list[str], tmp_path: Path
 ) -> None:
