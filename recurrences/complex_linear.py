@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.parts import PARTS
+from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 from attnzoo.forms.backends.chunks import chunk_kernel, decay_chunks
 from attnzoo.forms.backends.fla import Operation, Prepared, fla_kernel, scalar_decay
@@ -47,7 +48,7 @@ def rotate_all(phase: Tensor, *xs: Tensor) -> list[Tensor]:
 
 def phases(angle: Tensor, dim: int) -> Tensor:
     """Running sum of angles in float64, so that the phase of a late token is as exact as an early one's."""
-    return angle.double().cumsum(dim)
+    return running_sum(angle, dim, torch.float64)
 
 
 class _Rounded(torch.autograd.Function):
@@ -68,7 +69,7 @@ class _Rounded(torch.autograd.Function):
         for y, dy in zip(ys, dys, strict=True):
             (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
             turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
-        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, *rotate_all(-phase, *dys)
+        return sum_to_the_end(turn, 1).to(dtype), None, None, *rotate_all(-phase, *dys)
 
 
 def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, keys_behind_closed
+from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.transitions import heads_first, scaled_queries
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.readout import logits_of
@@ -205,7 +206,7 @@ def _counts(one: _Sums, number: int, everywhere: Tensor, fragments: Fragments, o
     ``everywhere`` holds the six numbers of each fragment, ``[fragments, 6, B, H]``.
     """
     total, weight, longest, query, low, shut = everywhere.unbind(1)
-    start = total.cumsum(0) - total  # c before each fragment
+    start = running_sum(total, 0) - total  # c before each fragment
     upper = query * longest.cummax(0).values
     if options.logit_bound is not None:
         upper = upper.minimum(options.logit_bound.double())
@@ -219,7 +220,7 @@ def _counts(one: _Sums, number: int, everywhere: Tensor, fragments: Fragments, o
     n, a = tails.shape[-1], fragments.table[number]
     dropped = torch.searchsorted(tails.contiguous(), limit.permute(1, 2, 0).contiguous(), right=True).permute(2, 0, 1)
     counts = n - dropped.maximum(one.behind)
-    between = shut.cumsum(0) - shut - shut[: number + 1].sum(0) > 0  # a gate is closed in between
+    between = running_sum(shut, 0) - shut - shut[: number + 1].sum(0) > 0  # a gate is closed in between
     counts = counts.masked_fill(between, 0)
     for other, b in enumerate(fragments.table):
         seen = n if options.window is None else max(0, options.window - 1 - (b.start - a.stop))

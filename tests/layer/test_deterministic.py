@@ -1,12 +1,18 @@
 """What PyTorch refuses in deterministic mode is not needed: running sums by doubling, layers and models on a GPU."""
 
+import sys
+
 import pytest
 import torch
+from layers import layer, rows
+from ranks import on_ranks
+from torch.overrides import TorchFunctionMode
 
 from attnzoo import build_attention, get, list_variants
 from attnzoo.algebra.sums import running_sum, sum_by_doubling
 from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
+from attnzoo.parallel import Fragments, context_parallel
 
 CONFIG = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 40, "intermediate_size": 64}
 
@@ -23,6 +29,32 @@ def test_sums_by_doubling_are_running_sums(n, dim):
     for found in torch.autograd.grad(got, x, grad), torch.autograd.grad(running_sum(x, dim), x, grad):
         torch.testing.assert_close(*found, *torch.autograd.grad(x.cumsum(dim), x, grad))
     assert running_sum(x.float(), dim, torch.float64).dtype == torch.float64
+
+
+class Refusing(TorchFunctionMode):
+    """PyTorch's refusal of a GPU's running sums of floats; ``running_sum`` has another way there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.cumsum, torch.cumsum) and args[0].is_floating_point():
+            assert sys._getframe(1).f_code.co_name == "running_sum", "a running sum that deterministic mode refuses"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_layers_sum_floats_in_a_way_that_deterministic_mode_has(name):
+    attn = layer(name, acp=get(name).prunable)
+    with Refusing():
+        attn(rows(1, 70)).sum().backward()
+
+
+def test_ranks_sum_floats_in_a_way_that_deterministic_mode_has():
+    attn, fragments = layer("fox", acp=True), Fragments.zigzag(20, 2)
+
+    def rank(_):
+        with Refusing(), context_parallel(fragments, "pruned"):
+            return attn(fragments.shard(rows(1, 20)))
+
+    on_ranks(2, rank)
 
 
 @pytest.mark.gpu
