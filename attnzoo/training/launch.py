@@ -27,7 +27,7 @@ GONE = "another process has gone"
 # Messages of gloo and NCCL about a lost peer, or one that hangs; neither has an error class for it.
 LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
-    "Timed out waiting",
+    (WAITED := "Timed out waiting"),
 )  # fmt: skip
 
 
@@ -170,7 +170,11 @@ def first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> str
     rank = min(failures, key=secondary)
     failure = failures[rank]
     if failure.exitcode < 0:
-        why = f"ended by {signal.Signals(-failure.exitcode).name}; the same command goes on from the last checkpoint"
+        waited = next((other for other in failures if WAITED in str(failures[other].message)), None)
+        why = f"ended by {signal.Signals(-failure.exitcode).name}"
+        if waited is not None:  # by the launcher, after that
+            why = f"no answer in the time that an exchange may take (process {waited} has waited)"
+        why += "; the same command goes on from the last checkpoint"
     elif os.path.isfile(failure.error_file):
         why = str(failure.message)
     else:

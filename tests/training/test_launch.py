@@ -132,6 +132,15 @@ def test_a_process_that_failed_for_itself_comes_before_those_that_missed_it():
     assert f"0 of 2: {GONE}" in first_failure({0: gone}, 2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_for_which_another_has_waited_too_long_does_not_answer(number):
+    """It runs until the launcher ends it, which is no reason; one that dies is missed at once."""
+    waited, ended = failure(2, f"{GONE}: Timed out waiting 10000ms for recv operation", __file__), failure(-number)
+    said = first_failure({0: waited, 1: ended}, 2)
+    assert said.startswith("process 1 of 2: no answer in the time that an exchange may take (process 0 has waited); ")
+    assert signal.Signals(number).name not in said
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:5"), ValueError("x")]
 )
