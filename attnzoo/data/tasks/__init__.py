@@ -1,7 +1,7 @@
 """Synthetic tasks: rows of any length drawn on demand, with answers at some of their tokens.
 
 A task of your own is a Python file that ends in ``TASK``, a function of options as those of `TASKS` are; its name is
-the file's path.
+the file's path. One of the package is named in the ``TASKS`` at the end of its file, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnzoo.data.tasks.haystack import common_words, frequent_words, needle, several_keys, variable_tracking
-from attnzoo.data.tasks.recall import forgetting_mqar, induction, mqar, nth_last_value, selective_copying
-from attnzoo.data.tasks.states import flip_flop, parity, word_problem
+from attnzoo.data.tasks import haystack, recall, states
 from attnzoo.data.tasks.task import UNASKED, Examples, Task, asked, checked
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.files import given_by, python_file
@@ -22,12 +20,8 @@ from attnzoo.files import given_by, python_file
 __all__ = ["TASKS", "UNASKED", "Examples", "Task", "asked", "build_task", "is_task", "options_of", "summary_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
-    task.__name__: task
-    for task in (
-        flip_flop, parity, word_problem, mqar, forgetting_mqar, nth_last_value, selective_copying, induction, needle,
-        several_keys, variable_tracking, common_words, frequent_words,
-    )
-}  # fmt: skip
+    task.__name__: task for file in (states, recall, haystack) for task in file.TASKS
+}
 
 
 def is_task(name: str) -> bool:

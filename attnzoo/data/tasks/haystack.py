@@ -201,3 +201,6 @@ def _hay(random: np.random.Generator, room: int, inside: Sequence[Array], depth:
     places = np.sort(random.integers(words + 1, size=len(inside))) if depth is None else [round(depth * words)]
     cuts = np.split(hay, places)
     return np.concatenate([cuts[0], *(part for pair in zip(inside, cuts[1:], strict=True) for part in pair)])
+
+
+TASKS = (needle, several_keys, variable_tracking, common_words, frequent_words)

@@ -187,3 +187,6 @@ def draw_different(random: np.random.Generator, count: int, p: Array) -> Array:
         left[found] = 0
         places |= dict.fromkeys(found.tolist())
     return np.array(list(places), dtype=np.int64)
+
+
+TASKS = (mqar, forgetting_mqar, nth_last_value, selective_copying, induction)

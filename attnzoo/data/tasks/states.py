@@ -121,3 +121,6 @@ def _generators(after: list[list[int]], count: int) -> Array:
 def _even(permutation: tuple[int, ...]) -> bool:
     n = len(permutation)
     return sum(permutation[i] > permutation[j] for i in range(n) for j in range(i + 1, n)) % 2 == 0
+
+
+TASKS = (flip_flop, parity, word_problem)
