@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
     from attnzoo.layer.weight_decay import param_groups
-    from attnzoo.pair import Pair
     from attnzoo.registry import (
         dual,
         get,
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
         register_part,
         register_readout,
     )
-    from attnzoo.variant import Variant
+    from attnzoo.registry.pair import Pair
+    from attnzoo.registry.variant import Variant
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,7 +64,7 @@ _HOMES = {
     "Evict": "algebra.pruning",
     "Forgetting": "forgetting.rules",
     "Gate": "algebra.gate",
-    "Pair": "pair",
+    "Pair": "registry.pair",
     "KVCache": "forms.caches.state",
     "RecurrentState": "forms.caches.state",
     "Prune": "algebra.pruning",
@@ -72,7 +72,7 @@ _HOMES = {
     "Scores": "algebra.readout",
     "describe": "equations",
     "param_groups": "layer.weight_decay",
-    "Variant": "variant",
+    "Variant": "registry.variant",
 }
 
 

@@ -71,8 +71,8 @@ def list_pairs(presets: bool) -> None:
         return _list_presets()
     from attnzoo.algebra.parts import PARTS, groups
     from attnzoo.equations import in_ascii
-    from attnzoo.pair import product_of
     from attnzoo.registry import broken_plugins, get, list_variants, pairs
+    from attnzoo.registry.pair import product_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken plugins are reported below

@@ -31,7 +31,7 @@ from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
 from attnzoo.registry import get, list_variants
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")

@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attnzoo.algebra.parts import PARTS
-from attnzoo.pair import Pair
-from attnzoo.registry import OBLIQUE, PAIRS, PRODUCTS, get, pairs
-from attnzoo.variant import Variant
+from attnzoo.registry import get, pairs
+from attnzoo.registry.pair import Pair
+from attnzoo.registry.table import OBLIQUE, PAIRS, PRODUCTS
+from attnzoo.registry.variant import Variant
 
 WIDTH = 80
 LABEL = 12  # columns before the text

@@ -14,6 +14,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.registry import get, list_variants
+from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
 from attnzoo.testing.compare import (
     KERNEL_FORMS,
@@ -24,7 +25,6 @@ from attnzoo.testing.compare import (
     value_and_gradients,
 )
 from attnzoo.testing.laws import LAWS, Trial
-from attnzoo.variant import Variant
 
 KERNEL = "kernel"  # what the check of a kernel is called, where those of laws have their names
 SHAPES = {"cuda": (1, 128, 4, 64), "cpu": (1, 40, 2, 16)}  # B, T, H, K; a kernel on a CPU is interpreted

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given, settings
 
-from attnzoo.registry import OBLIQUE, PRODUCTS
+from attnzoo.registry.table import OBLIQUE, PRODUCTS
 
 OF_PRODUCTS = {name for pair in (*PRODUCTS, *OBLIQUE) for name in (pair.linear, pair.softmax)}
 EVERYWHERE = {"kda", "fox_rope"}

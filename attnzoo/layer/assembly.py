@@ -27,7 +27,7 @@ from attnzoo.layer.modules import (
 )
 from attnzoo.layer.starts import NoticedStarts
 from attnzoo.precision import LinearMap, fill
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 OWN_GATES = frozenset(GATES.values())
 

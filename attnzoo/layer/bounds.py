@@ -14,7 +14,7 @@ from attnzoo.forms.caches.pages.paged_cache import Eviction
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.modules import HeadNorm
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 ROUNDED = 1 + 2**-20  # of a softcap: the rounding of tanh may lead as far beyond it
 ANY_LENGTH = torch.finfo(torch.float32).max  # of queries without a bound of their own

@@ -16,9 +16,9 @@ from attnzoo.layer.dispatch import IMPLS
 from attnzoo.layer.gates import GateProjection, gate_classes
 from attnzoo.layer.gates.angles import Mamba3Decay
 from attnzoo.layer.gates.matrix import checked_factors
-from attnzoo.pair import Side
 from attnzoo.registry import get, list_variants
-from attnzoo.variant import Variant
+from attnzoo.registry.pair import Side
+from attnzoo.registry.variant import Variant
 
 
 def check_layer(

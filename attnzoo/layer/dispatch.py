@@ -15,8 +15,9 @@ from attnzoo.forms.options import Options
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet, doubts, is_brief
 from attnzoo.kernels.common.untraced import constant_in_traces, exporting
 from attnzoo.layer.exported import exported
-from attnzoo.registry import BUILT_IN, get
-from attnzoo.variant import Variant
+from attnzoo.registry import get
+from attnzoo.registry.table import BUILT_IN
+from attnzoo.registry.variant import Variant
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from attnzoo.parallel.attention import attend, read
 from attnzoo.parallel.collectives import tied
 from attnzoo.parallel.context import Context
 from attnzoo.parallel.rows import Rows, of_all_fragments
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -16,8 +16,8 @@ import attnzoo.forms.rowblocks
 import attnzoo.forms.softmax
 from attnzoo.algebra.gate import Gate
 from attnzoo.registry import get
+from attnzoo.registry.variant import Variant
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.variant import Variant
 
 Inputs = tuple[Tensor, Tensor, Tensor, Gate]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.registry.variant import Variant
 from attnzoo.testing.case import Inputs
-from attnzoo.variant import Variant
 
 LIMIT = 1e-10  # float64: relative to the largest entry of what is expected
 CPU_FORMS = ("recurrent", "parallel", "chunk")

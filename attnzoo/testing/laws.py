@@ -18,7 +18,8 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.layer.build import build_attention
-from attnzoo.pair import product_of
+from attnzoo.registry.pair import product_of
+from attnzoo.registry.variant import Variant
 from attnzoo.testing.case import Case, take
 from attnzoo.testing.compare import (
     LIMIT,
@@ -28,7 +29,6 @@ from attnzoo.testing.compare import (
     relative_errors,
     value_and_gradients,
 )
-from attnzoo.variant import Variant
 
 Errors = Mapping[str, Mapping[str, float]]  # by form, then by what is compared
 EPS = 1e-2  # mass that pruning may drop

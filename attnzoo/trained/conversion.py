@@ -21,6 +21,7 @@ from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.swap import Unfilled, swapped
 from attnzoo.registry import get, list_variants
+from attnzoo.registry.variant import Variant
 from attnzoo.settings import read_settings
 from attnzoo.trained.exchange import recipe_of
 from attnzoo.training.config import ForgettingConfig, TrainConfig
@@ -28,7 +29,6 @@ from attnzoo.training.forgetting import with_forgetting
 from attnzoo.training.recipe import load_config, to_yaml
 from attnzoo.training.small import model_folder
 from attnzoo.training.start import transferred, weights_for
-from attnzoo.variant import Variant
 
 SAME, FORGETTING = "same", "forgetting"  # targets that are no variants
 REACH = 8  # gates begin by falling to 1/e in so many contexts

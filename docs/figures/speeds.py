@@ -10,7 +10,7 @@ from quoted import row as row_of
 
 from attnzoo.benchmarks.gpt import MODES, PLAIN
 from attnzoo.experiments.experiment import find
-from attnzoo.registry import BUILT_IN, PAIRS
+from attnzoo.registry.table import BUILT_IN, PAIRS
 
 Row = dict[str, Any]
 

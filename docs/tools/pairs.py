@@ -10,7 +10,7 @@ from itertools import combinations
 from attnzoo import Pair, describe, pairs
 from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import page_of
-from attnzoo.registry import PAIRS
+from attnzoo.registry.table import PAIRS
 
 MATRICES = {name: part.letter for name, part in PARTS.items() if part.letter}
 MOVED = {"log_decay", "log_diag", "angle", "w", "beta"}  # what the interactive page has controls for

@@ -27,7 +27,7 @@ from attnzoo.experiments import processes
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
-from attnzoo.registry import PAIRS
+from attnzoo.registry.table import PAIRS
 
 pytest_plugins = ("command_line",)
 DEMO = built_in("compare")["demo"]

@@ -12,7 +12,8 @@ import matplotlib
 import pytest
 
 from attnzoo import Pair, get, register
-from attnzoo.registry import PAIRS, unregister
+from attnzoo.registry import unregister
+from attnzoo.registry.table import PAIRS
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"

@@ -14,7 +14,7 @@ from driven import slide, tensor
 
 from attnzoo import Gate, Prune, get, oracle, pairs
 from attnzoo.algebra.pruning import dropped_mass, first_kept_keys
-from attnzoo.registry import PAIRS, PRODUCTS
+from attnzoo.registry.table import PAIRS, PRODUCTS
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 PARTS = {"log_decay": "g", "log_diag": "a", "angle": "theta", "w": "w", "beta": "beta"}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pages import DOCS, GENERATED, blocks
 
-from attnzoo.registry import BUILT_IN, pairs, unregister
+from attnzoo.registry import pairs, unregister
+from attnzoo.registry.table import BUILT_IN
 
 PAGES = sorted(
     path

@@ -7,7 +7,8 @@ import pytest
 from mktestdocs import check_md_file
 from pages import GENERATED, blocks
 
-from attnzoo.registry import BUILT_IN, pairs, unregister
+from attnzoo.registry import pairs, unregister
+from attnzoo.registry.table import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not GENERATED & set(path.parts)]

@@ -11,7 +11,7 @@ import pytest
 
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
-from attnzoo.registry import BUILT_IN
+from attnzoo.registry.table import BUILT_IN
 
 SIDES = ("linear", "softmax")
 LOOK = Look(figures.PAIR_COLORS[2], ())

@@ -20,7 +20,7 @@ from attnzoo.forms.backends import fla
 from attnzoo.forms.backends.fla import fla_unavailable
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.protocol import Call
-from attnzoo.registry import PAIRS
+from attnzoo.registry.table import PAIRS
 from attnzoo.samples import Regime, random_inputs
 from attnzoo.testing import Inputs, leaves_of, relative_error
 

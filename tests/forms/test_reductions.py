@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
-from attnzoo.registry import PAIRS
+from attnzoo.registry.table import PAIRS
 from attnzoo.samples import random_inputs
 from attnzoo.testing import (
     CPU_FORMS,

@@ -22,9 +22,9 @@ from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import choose
+from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
 from attnzoo.testing import assert_close, relative_error, value_and_gradients
-from attnzoo.variant import Variant
 
 SIDES = ("nope", "alibi", "fox", "rope", "fox_rope")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -11,7 +11,7 @@ import pytest
 
 from attnzoo import build_attention, get, list_variants
 from attnzoo.errors import nearest, unknown
-from attnzoo.registry import KNOWN_AS, OUTSIDE
+from attnzoo.registry.table import KNOWN_AS, OUTSIDE
 from attnzoo.samples import random_inputs
 
 

@@ -15,7 +15,8 @@ import attnzoo
 from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, pairs, register
 from attnzoo.algebra.parts import PARTS
 from attnzoo.equations import equations_of
-from attnzoo.registry import BUILT_IN, PAIRS, PRODUCTS, _get, unregister
+from attnzoo.registry import _get, unregister
+from attnzoo.registry.table import BUILT_IN, PAIRS, PRODUCTS
 
 VARIANTS = list_variants()
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from attnzoo.models import presets
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.swap import Unfilled
-from attnzoo.registry import PRODUCTS
+from attnzoo.registry.table import PRODUCTS
 from attnzoo.training.throughput import Operations
 
 # Parameters without the input embedding: table 6 of Lin et al., 2025 (FoX), and the authors' classes.

@@ -13,7 +13,7 @@ from attnzoo.data.command import PATH, read_options
 
 if TYPE_CHECKING:
     from attnzoo.experiments.explore.probe import StateProbe
-    from attnzoo.variant import Variant
+    from attnzoo.registry.variant import Variant
 
 
 @click.command()

@@ -18,11 +18,11 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.parts import PARTS, Regime
 from attnzoo.evaluation import Array
 from attnzoo.forms.protocol import Call
-from attnzoo.pair import Pair
 from attnzoo.registry import get, pairs
+from attnzoo.registry.pair import Pair
+from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
 from attnzoo.testing.compare import relative_error
-from attnzoo.variant import Variant
 
 Complex = npt.NDArray[np.complex128]
 T, K = 48, 16  # tokens and channels of one head, of all pictures

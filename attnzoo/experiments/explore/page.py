@@ -20,8 +20,8 @@ from attnzoo.experiments.explore.probe import LENGTH, LONGER, StateProbe
 from attnzoo.experiments.figures import MUTED, Line, Look, kind_of, to_svg
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.experiments.report.shell import render_template
+from attnzoo.registry.variant import Variant
 from attnzoo.testing.laws import LAWS, Trial
-from attnzoo.variant import Variant
 from attnzoo.verify import Where, checks
 
 Panels = list[tuple[str, str]]

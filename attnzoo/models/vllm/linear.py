@@ -11,7 +11,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import chosen, run
 from attnzoo.models.vllm.storage import MATRIX
 from attnzoo.models.vllm.stream import ServedStream
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 
 def recur(stream: ServedStream, variant: Variant, impl: str, call: Call, keys_per_token: int) -> Tensor:

@@ -21,7 +21,7 @@ from attnzoo.models.vllm.linear import recur
 from attnzoo.models.vllm.storage import PHASE, SUMS, Storage
 from attnzoo.models.vllm.stream import ServedStream
 from attnzoo.recurrences.complex_linear import rotate_all
-from attnzoo.variant import Variant
+from attnzoo.registry.variant import Variant
 
 
 class States(nn.Module, MambaBase):  # type: ignore[misc]

@@ -18,9 +18,9 @@ from attnzoo.errors import unknown
 from attnzoo.forms.checked import CheckedForms, checked_extend
 from attnzoo.forms.protocol import REFERENCE, Call, Forms, FormSet
 from attnzoo.forms.weighed import ReadoutForms
-from attnzoo.pair import Pair, Side
 from attnzoo.parallel.attention import shared
-from attnzoo.readout_variant import ReadoutVariant
+from attnzoo.registry.pair import Pair, Side
+from attnzoo.registry.readout_variant import ReadoutVariant
 
 
 @dataclass(frozen=True)

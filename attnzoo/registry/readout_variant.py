@@ -10,11 +10,11 @@ from typing import Any
 from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.readout import Readout
 from attnzoo.errors import unknown
-from attnzoo.pair import NAME
 from attnzoo.readouts.both_directions import BothDirections
 from attnzoo.readouts.log_linear import LogLinear
 from attnzoo.readouts.normalised import Normalised
 from attnzoo.readouts.stick_breaking import StickBreaking
+from attnzoo.registry.pair import NAME
 
 
 @dataclass(frozen=True)
