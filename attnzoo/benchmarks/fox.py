@@ -66,8 +66,10 @@ SHAPES = (
     (2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64),
     (64, 12, 1024, 64), (16, 12, 2048, 64), (4, 12, 512, 64),  # the host counts
 )  # fmt: skip
+IN_KEYS = "gates in keys"
+IN_16_BITS = "dg in 16 bits"  # the sum of a key channel's gradients, which a kernel has rounded
 # of relative errors: twice the peers' usual ones in bf16
-LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3, "dr": 8e-3}
+LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3, "dr": 8e-3, IN_16_BITS: 5e-2}
 PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
 
@@ -127,7 +129,7 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     found.append(Contender(f"ours, {IN_WINDOW}", ours(None, window=WINDOW)))
     for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
         found.append(Contender(f"SDPA {name} (no gate)", sdpa(backend), "q k v", **apart))
-        found.append(Contender(f"SDPA {name}, gates in keys", in_keys(backend)))
+        found.append(Contender(f"SDPA {name}, {IN_KEYS}", in_keys(backend)))
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
     if kernel is not None:
 
@@ -234,7 +236,8 @@ def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[s
         gates = x.g if peer.reads("g") else None
         return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
-    return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
+    found = compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
+    return {IN_16_BITS if name == "dg" and IN_KEYS in peer.name else name: error for name, error in found.items()}
 
 
 def run(

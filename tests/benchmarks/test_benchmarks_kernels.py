@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnzoo import Gate, get
 from attnzoo.benchmarks import attention, fox, measure, path
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.fox.reference import fox_reference
@@ -57,7 +58,7 @@ def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypat
     alone = attention.Contender("alone", functools.partial(call, head_first=True), head_first=True, shares=False)
     found = [fox.errors(peer, 16, 64, shared=shared) for peer in (attention.Contender("shares", call), alone)]
     assert heads == {1, shared}
-    assert list(found[0]) == list(found[1]) == [name for name in fox.LIMITS if name != "dr"]  # of no retention
+    assert list(found[0]) == list(found[1]) == ["o", "dq", "dk", "dv", "dg"]
     for errors in found:
         assert all(error < fox.LIMITS[name] for name, error in errors.items())
 
@@ -93,6 +94,15 @@ def test_tables_name_the_key_heads() -> None:
         assert f"### (B, H, T, K) = {shape}; " in module.table(result)
         assert f"### (B, H, T, K) = {shape}, 4 key and value heads; " in module.table(result | {"kv_heads": 4})
         assert ("repeats k and v" in module.table(result | {"kv_heads": 4})) == (module is fox)
+
+
+def test_gates_in_keys_have_the_gradient_of_16_bits_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
+    form = get("fox").forms["sdpa"]
+    peer = attention.Contender(f"SDPA, {fox.IN_KEYS}", lambda x: form(x.q, x.k, x.v, Gate(log_decay=x.g)))
+    found = fox.errors(peer, 16, 256)
+    assert list(found) == ["o", "dq", "dk", "dv", fox.IN_16_BITS]
+    assert all(error <= fox.LIMITS[name] for name, error in found.items()), found
 
 
 def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:
