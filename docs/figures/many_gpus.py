@@ -36,6 +36,7 @@ FRAGMENTS = {  # as the log of FoX has them, in quarters of 131072 tokens: from,
     (3, 4): ("54.3 |", "189.2 |"),
 }
 RECORD = "2026-11-28-h200-context"
+SHARES = "2026-11-29-h200-shares"
 EXCHANGED = {  # what the record calls each transport
     ("gather", False): "gather",
     ("heads", False): "heads",
@@ -51,6 +52,13 @@ def measured(tokens: int, way: str, pruned: bool, of: str = "ms") -> float:
     name = EXCHANGED[way, pruned]
     [found] = [row for row in run(RECORD)["rows"] if (row["way"], row["shape"][2]) == (name, tokens)]
     return float(found[of])
+
+
+def share(tokens: int, ranks: int, pruned: bool, of: str = "limit", cut: str = "zigzag") -> float:
+    """A number of the record of shares: `one_ms`, `busiest` (ms), `limit`, `efficiency`."""
+    where = (f"{'ACP' if pruned else 'dense'}, {cut}", tokens, ranks)
+    [found] = [row for row in run(SHARES)["rows"] if (row["way"], row["shape"][2], row["ranks"]) == where]
+    return float(max(found["each_ms"]) if of == "busiest" else found[of])
 
 
 class Costs(NamedTuple):
@@ -243,6 +251,20 @@ def checked() -> str:
     return markdown(titles, rows)
 
 
+def shares() -> str:
+    """Table of what the busiest of several ranks computes, measured on one GPU, beside the model."""
+    titles = ["tokens", "ranks", "dense, ms", "model", "allows", "ACP, ms", "model", "allows", "contiguous allows"]
+    rows = []
+    for tokens in TWO:
+        for ranks in (2, 4, 8):
+            cells = []
+            for pruned in (False, True):
+                busiest, limit = (share(tokens, ranks, pruned, of) for of in ("busiest", "limit"))
+                cells += [f"{busiest:g}", f"{work(tokens, ranks, 'gather', pruned):.3g}", f"{limit:.2f}"]
+            rows.append([f"{tokens}", f"{ranks}", *cells, f"{share(tokens, ranks, True, cut='contiguous'):.2f}"])
+    return markdown(titles, rows)
+
+
 def gains(*, today: bool = True) -> str:
     """Table of how many times as fast as one GPU so many are."""
     ways = [("gather", False), ("heads", False), ("gather", True), ("heads", True), ("pruned", True), ("mixed", True)]
@@ -281,6 +303,7 @@ def exchanged() -> str:
 
 TABLES = {
     "two GPUs": checked,
+    "shares of ranks": shares,
     "gains today": gains,
     "gains of links": partial(gains, today=False),
     "links": exchanged,

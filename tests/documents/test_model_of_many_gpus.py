@@ -64,6 +64,13 @@ def test_the_model_gives_other_times_of_one_gpu_and_the_bounds_of_two(model: Mod
         assert model.gain(131072, 8, way, True) < model.gain(131072, 8, way, True, today=False) < 8
 
 
+def test_the_model_gives_the_shares_of_ranks_that_it_was_not_fitted_to(model: ModuleType) -> None:
+    for pruned in (False, True):
+        for ranks in (2, 4, 8):
+            busiest = model.share(131072, ranks, pruned, "busiest")
+            assert model.work(131072, ranks, "gather", pruned) == pytest.approx(busiest, 0.08)
+
+
 def test_a_key_that_all_ranks_need_is_sent_to_each_and_gathered_once(model: ModuleType) -> None:
     open_heads = model.spans(seen="sent") > 131072
     keys = model.sent(131072, 16)
