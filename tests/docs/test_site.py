@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
+from thinning import in_long
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
@@ -87,9 +88,15 @@ PALE = """() => {
 }"""
 
 
-@pytest.mark.parametrize("path", SHOWN)
-def test_page_reads_well(reader, path):
-    """No error, no request that leaves the site, all maths set, all pictures there; light and dark, wide and narrow."""
+WIDTHS = (1280, 360)
+
+
+@pytest.mark.parametrize(("path", "width"), [(path, WIDTHS[number % 2]) for number, path in enumerate(SHOWN)])
+def test_page_reads_well(reader, path, width):
+    """No error, no request that leaves the site, all maths set, all pictures there; light and dark, wide and narrow.
+
+    Pages take turns in which of the two schemes is wide, and which narrow."""
+    reader.page.set_viewport_size({"width": width, "height": 900})
     page = reader.open(path)
     page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
     assert page.evaluate(RAW_TEX) == []
@@ -98,7 +105,11 @@ def test_page_reads_well(reader, path):
     assert page.evaluate("[...document.images].filter((i) => i.alt.trim().length < 20).map((i) => i.src)") == []
     first = page.locator("body").get_attribute("data-md-color-scheme")
     second = {"default": "slate", "slate": "default"}[first]
-    for scheme, widths in ((first, (1280, 360)), (second, (360, 1280))):
+    other = sum(WIDTHS) - width
+    for scheme, widths in in_long(
+        ((first, (width,)), (second, (other,))),
+        ((first, (width, other)), (second, (other, width))),
+    ):
         if scheme == second:
             page.evaluate(OTHER_SCHEME)
         page.locator(f"body[data-md-color-scheme={scheme}]").wait_for()
