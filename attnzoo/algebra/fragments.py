@@ -71,7 +71,7 @@ def _around(totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if N == 1:
         eye = torch.eye(totals.shape[-1], dtype=totals.dtype, device=totals.device).expand_as(totals)
         return eye, eye, totals[:, :, 0]
-    odd = totals[:, :, N - N % 2 :]  # none, or the last one
+    odd = totals[:, :, N - N % 2 :]  # the last fragment where N is odd, else empty
     early, late = totals[:, :, : N - N % 2].unflatten(2, (-1, 2)).unbind(3)
     before, after, total = _around(torch.cat([late @ early, odd], 2))
     pairs = late.shape[2]

@@ -80,7 +80,7 @@ def inputs(B: int, H: int, T: int, K: int) -> list[Tensor]:
 
 
 def measure(shape: Sequence[int], only: Sequence[str], repeats: int) -> list[Result]:
-    """Each way of a shape, beside one GPU."""
+    """Rows of one shape (B, H, T, K): the milliseconds of each way of exchange, beside those of one GPU."""
     B, H, T, K = shape
     *leaves, do = inputs(B, H, T, K)
     form = get("fox").forms["triton"]

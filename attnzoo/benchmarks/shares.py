@@ -45,8 +45,8 @@ def table(result: Result) -> str:
 
 
 def measure(shape: Sequence[int], ranks: Sequence[int], only: Sequence[str], repeats: int) -> list[Result]:
-    """Of a shape, the milliseconds of each rank's fragments; ``limit`` is how many times as fast as one GPU the busiest
-    rank allows, ``efficiency`` the time of the whole over that of all fragments."""
+    """Rows of one shape (B, H, T, K): the milliseconds of each rank's fragments; ``limit`` is how many times as fast as
+    one GPU the busiest rank allows, ``efficiency`` the time of the whole over that of all fragments."""
     *leaves, do = inputs(*shape)
     rows: list[Result] = []
     alone: dict[bool, tuple[Tensor, float]] = {}

@@ -84,7 +84,7 @@ def read_few(panels: Logits, v: Tensor, budget: int, rows: int, score: Score) ->
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a model that read windows token by token left.
+    """The losses and the held keys of a model that has read windows token by token.
 
     Args:
         losses: nats of each token, ``[N, L]``.

@@ -43,7 +43,7 @@ class Ready:
     dtype: torch.dtype
 
     def at(self, t: int) -> Ready:
-        """One token of it."""
+        """The inputs of token ``t`` alone."""
         now, valid = slice(t, t + 1), self.valid
         rows = {name: getattr(self, name)[:, now] for name in ("q", "k", "v", "place")}
         return replace(self, **rows, gate=self.gate.slice(t, t + 1), valid=None if valid is None else valid[:, now])

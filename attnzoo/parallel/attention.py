@@ -127,5 +127,5 @@ def _whole(forms: Any, form: str, rows: Rows) -> Any:
 
 @cache
 def _say(text: str) -> None:
-    """Log it, once per process."""
+    """Log ``text``, once per process."""
     logger.info("%s", text)

@@ -118,7 +118,7 @@ class Fragments:
 
     @property
     def rank(self) -> int:
-        """This process's.
+        """The number of this process in the group.
 
         Raises:
             ValueError: the process group has another number of ranks.
@@ -181,15 +181,15 @@ class Fragments:
         return torch.cat(pieces, 1)[0].movedim(0, dim)
 
     def of_all_tokens(self, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-        """Of each of this rank's ``rows [B, n, ...]``, those of each fragment in the order of the text, and the knot
-        for :func:`~attnzoo.parallel.collectives.tied`."""
+        """The rows of all fragments, gathered: for each tensor ``rows [B, n, ...]`` of this rank a list with one tensor
+        per fragment in the order of the text; and the knot for :func:`~attnzoo.parallel.collectives.tied`."""
         works = Works()
         arrived, knot = self.send(works, *rows)
         works.wait()
         return arrived(), knot
 
     def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
-        """What gives those of :meth:`of_all_tokens` after the wait of ``works``, and the knot."""
+        """A function that returns the lists of :meth:`of_all_tokens`, to be called when ``works`` have ended; the knot."""
         most = max(map(self.count, range(self.ranks)))
         if self.count(self.rank) < most:
             rows = tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows)
@@ -208,7 +208,7 @@ class Fragments:
         return arrived, knot
 
     def cut(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """This rank's rows as its fragments.
+        """The rows of this rank, cut into its fragments.
 
         Raises:
             ValueError: another number of rows.
@@ -219,7 +219,7 @@ class Fragments:
         return torch.split(x, self.sizes, dim)
 
     def own_pieces(self, x: Tensor) -> list[Tensor]:
-        """This rank's rows as its fragments, among nothing of the others, in the order of the text."""
+        """A tensor per fragment in the order of the text: this rank's rows, and empty ones for other ranks'."""
         mine = iter(self.cut(x))
         return [next(mine) if row.rank == self.rank else x[:, :0] for row in self.table]
 

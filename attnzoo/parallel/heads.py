@@ -61,7 +61,8 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:
-    """All tokens of this rank's share of the heads, as one row of packed documents where there are several."""
+    """The inputs of all tokens for this rank's share of the heads, packed into one row where there are several
+    documents."""
     H, W = rows.q.shape[2], fragments.ranks
     borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
     options = replace(rows.options, cu_seqlens=borders)
@@ -113,5 +114,5 @@ def _divisible(x: Tensor, heads: int, ranks: int) -> Tensor:
 
 
 def _share(x: Tensor, fragments: Fragments) -> Tensor:
-    """This rank's of one number per query head."""
+    """The part of ``x [H]``, a number per query head, that belongs to this rank's share of the heads."""
     return x.chunk(fragments.ranks)[fragments.rank]

@@ -65,7 +65,7 @@ class Earlier:
 
 
 def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments, pruned: bool) -> Any:
-    """This rank's outputs, and their log-sum-exps with ``return_lse``.
+    """The outputs of this rank's rows, with ``return_lse`` beside their log-sum-exps.
 
     What needs no keys of other ranks is computed while those are on their way.
 

@@ -80,7 +80,8 @@ class Needed:
 
     @cached_property
     def by_rank(self) -> Tensor:
-        """Of each fragment, for each other rank: ``[fragments, ranks, B, heads]``; 0 for its own."""
+        """The number of each fragment's last keys that each rank needs, ``[fragments, ranks, B, heads]``; 0 for its own
+        rank."""
         found = self.counts.new_zeros(len(self.counts), self.fragments.ranks, *self.counts.shape[2:])
         for number, row in enumerate(self.fragments.table):
             found[:, row.rank] = found[:, row.rank].maximum(self.counts[:, number])
@@ -89,10 +90,11 @@ class Needed:
         return found
 
     def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
-        """What gives, of each of this rank's ``rows [B, n, heads or H, C]``, those of each fragment that are here.
+        """A function that returns, for each tensor ``rows [B, n, heads or H, C]``, a list of each fragment's keys that
+        this rank has; and the knot.
 
-        To be called after the wait of ``works``. Of this rank's fragments all keys are here; of others as many of the
-        last as some head needs, with zeros for those that a head does not. Then the knot.
+        It is called after ``works.wait()``. This rank has all keys of its own fragments, and of others as many of the
+        last as some head needs, with zeros for heads that need fewer.
         """
         fragments, (B, heads), device = self.fragments, self.counts.shape[2:], rows[0].device
         table, rank = fragments.table, fragments.rank

@@ -54,9 +54,9 @@ def separated(gate: Gate, q: Tensor, fragments: Fragments) -> Gate:
 
 
 def of_all_fragments(fragments: Fragments, *kinds: Sequence[Tensor]) -> tuple[list[list[Tensor]], Tensor]:
-    """Of each kind, one tensor per fragment in the order of the text, from those of this rank's fragments.
+    """The tensors of all fragments in the order of the text, a list per kind; and the knot for :func:`tied`.
 
-    All of a kind have one shape; all kinds are sent together. Then the knot for :func:`tied`.
+    Each of ``kinds`` has a tensor for each of this rank's fragments, all of one shape; all kinds are sent together.
     """
     slots = fragments.slots
     stacked = [F.pad(torch.stack(list(xs)), (0, 0) * xs[0].ndim + (0, slots - len(xs))) for xs in kinds]

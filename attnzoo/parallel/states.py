@@ -16,9 +16,10 @@ from attnzoo.parallel.rows import Rows, of_all_fragments
 
 
 def scan_states(forms: LinearForms, form: str, rows: Rows, fragments: Fragments) -> tuple[Tensor, Tensor]:
-    """This rank's outputs, and the state ``[B, H, K, V]`` after all tokens.
+    """The outputs of this rank's rows, and the state ``[B, H, K, V]`` after all tokens.
 
-    Each fragment starts from nothing, and what the state before it adds comes from a scan.
+    Each fragment is computed from an empty state; a scan over the fragments gives the state before each, whose part of
+    the outputs is then added.
     """
     q = rows.q
     scale = q.shape[-1] ** -0.5 if rows.options.scale is None else rows.options.scale

@@ -24,7 +24,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Gate]
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One example of a law: what its inputs are drawn from, in print only what is not as usual.
+    """The sizes and the seed from which the inputs of one example of a law are drawn; printed without defaults.
 
     Args:
         name: of the variant.

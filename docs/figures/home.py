@@ -98,7 +98,7 @@ def read(script: str, variant: str = "fox") -> tuple[LanguageModel, Facts]:
 
 @torch.inference_mode()
 def bits_per_byte(model: LanguageModel, config: TrainConfig) -> float:
-    """Of held-out text, in windows as long as those of training."""
+    """The loss in bits per byte of held-out text, in windows as long as those of training."""
     rows = heldout_windows(build_data(config.data).heldout, config.data.context_length, MEASURED)
     losses = [model(part[:, :-1], targets=part[:, 1:]).loss for part in torch.from_numpy(rows).split(32)]
     return float(torch.stack(losses).mean()) / math.log(2)

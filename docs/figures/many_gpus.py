@@ -69,7 +69,7 @@ class Costs(NamedTuple):
     key: float
 
     def of(self, start: float, stop: float, spans: np.ndarray) -> float:
-        """Of rows of a fragment, with all keys up to them, of heads with these spans."""
+        """Milliseconds of the rows ``start`` to ``stop`` over all keys up to them, of heads with these spans."""
         pairs = float((_pairs(stop, spans) - _pairs(start, spans)).sum())
         return len(spans) * (self.row * (stop - start) + self.key * stop) + self.pair * pairs
 
@@ -96,7 +96,7 @@ def computed(pruned: bool) -> np.ndarray:
 
 @cache
 def costs() -> Costs:
-    """Those that fit the fourteen measured fragments, by least squares of relative errors."""
+    """The costs that fit the fourteen measured fragments, by least squares of relative errors."""
     measured = [(a, b, pruned) for a, b in FRAGMENTS for pruned in (True, False)]
     times = np.array([_fragment(*each) for each in measured])
     of_each = [Costs(*one) for one in np.eye(3)]
@@ -120,12 +120,12 @@ def worst() -> float:
 
 
 def alone(tokens: int, pruned: bool) -> float:
-    """Of one GPU."""
+    """Milliseconds of one GPU."""
     return costs().of(0, tokens, computed(pruned))
 
 
 def work(tokens: int, ranks: int, way: str, pruned: bool) -> float:
-    """What the busiest rank computes; a call takes at least what it keeps the host."""
+    """Milliseconds of the busiest rank's computation; a call takes at least what it keeps the host."""
     least, need = _least(pruned), computed(pruned)
     if way == "heads":  # dealt to and fro from the one that needs most on
         turns = np.sort(need)[::-1].reshape(-1, ranks)
@@ -157,7 +157,7 @@ def sent(tokens: int, ranks: int) -> np.ndarray:
 
 
 def links(tokens: int, ranks: int, way: str) -> float:
-    """What the bytes of an exchange take on the links of the busiest rank, forward or backward."""
+    """Milliseconds of an exchange's bytes on the links of the busiest rank, forward or backward."""
     if way == "gather":  # rings over hosts go through all network links of a host
         return _gathered(tokens * HEADS * KEY, ranks)
     if way == "ring":  # keys and values twice, their gradients once; one link goes from host to host
@@ -180,7 +180,7 @@ def _gathered(size: float, ranks: int) -> float:
 
 
 def _direct(sizes: np.ndarray) -> float:
-    """Of bytes from each rank to each, through its own links in both directions at once."""
+    """Milliseconds of the busiest link for ``sizes [ranks, ranks]``, bytes from each rank to each, both ways."""
     host = np.arange(len(sizes)) // HOST
     inside = sizes * (host[:, None] == host)
     parts = ((inside, NVLINK), (sizes - inside, NETWORK))
@@ -233,7 +233,7 @@ def gain(tokens: int, ranks: int, way: str, pruned: bool, *, today: bool = True)
 
 
 def bound(pruned: bool) -> float:
-    """What two GPUs can gain on 131072 tokens if exchanges took nothing."""
+    """How many times as fast as one GPU two are on 131072 tokens if exchanges took no time."""
     return alone(131072, pruned) / work(131072, 2, "gather", pruned)
 
 

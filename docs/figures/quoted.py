@@ -118,15 +118,15 @@ def gains(size: str, experiment: str = "factorial", number: int = 0, alone: bool
 
 
 def without(size: str, recurrence: str, experiment: str = "factorial", number: int = 0) -> float:
-    """That correlation without the pair of a recurrence."""
+    """The correlation of the gains of both sides without the pair of a recurrence."""
     claim, one, other = _gains(size, experiment, number)
     names = [pair[0] for pair in claim.pairs]
     return float(without_each(one, other)[names.index(recurrence)])
 
 
 def without_noise(size: str, experiment: str, number: int = 0) -> float:
-    """That correlation over what it would be at most with this noise of the seeds: Spearman's correction, with the
-    standard errors of the parts' own models (the base moves all gains alike)."""
+    """The correlation of the gains of both sides over the most that the noise of the seeds allows: Spearman's
+    correction, with the standard errors of the parts' own models (the base moves all gains alike)."""
     claim, one, other = _gains(size, experiment, number)
     reliable = 1.0
     for side, gains_of in enumerate((one, other)):

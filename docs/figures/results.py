@@ -183,7 +183,7 @@ def _picture(name: str, size: str) -> Figure:
 
 
 def save(name: str, draw: Callable[[], Figure]) -> None:
-    """In light ink, and the same in the colours of the dark scheme."""
+    """Write a figure in light ink, and the same in the colours of the dark scheme."""
     style.save(name, lambda theme: draw())
     dark = style.OUT / f"{name}.dark.svg"
     dark.write_text(re.sub("|".join(DARK), lambda color: DARK[color[0]], dark.read_text()))

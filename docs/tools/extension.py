@@ -78,7 +78,7 @@ def read_book() -> Book:
 
 
 class _Settings(yaml.SafeLoader):
-    """Those of MkDocs, without what stands in the environment."""
+    """The loader of ``mkdocs.yml``, which reads no variables of the environment."""
 
 
 _Settings.add_constructor("!ENV", lambda loader, node: None)

@@ -17,7 +17,7 @@ MOVED = {"log_decay", "log_diag", "angle", "w", "beta"}  # what the interactive 
 
 
 def _constant(pair: Pair) -> bool:
-    """Whether the scalar gate is one number per head: it is written with a minus sign then."""
+    """Whether the scalar gate is one number per head, not one per token; its symbol then begins with a minus sign."""
     return pair.g.startswith("-")
 
 

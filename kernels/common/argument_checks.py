@@ -19,7 +19,7 @@ MOST = 2**31 - 1  # positions are int32
 
 
 def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> None:
-    """All are tensors, on the device of ``q`` if it is among them, or None where they are not ``needed``."""
+    """Raise unless each argument is a dense tensor on the device of ``q``, or None and not among ``needed``."""
     first = given.get("q")
     for name, x in given.items():
         if not isinstance(x, Tensor):

@@ -72,7 +72,7 @@ class AttentionOptions(NamedTuple):
         return K**-0.5 if self.scale is None else float(self.scale)
 
     def of_op(self, K: int) -> OpOptions:
-        """The same (but for the sink, an operand with a gradient) for heads of K channels."""
+        """The options as an op takes them, for heads of K channels; the sink, which has a gradient, is an operand."""
         bound, log_eps = ("", 0.0) if self.prune is None else (self.prune.bound, self.prune.log_eps)
         known, window = per_head(self.logit_bound), self.window or 0
         return OpOptions(self.cu_seqlens, known, self.scale_of(K), window, bound, log_eps, float(self.softcap or 0))

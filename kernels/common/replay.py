@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Recording:
-    """What a run did, done again by a call with the addresses of its inputs. It holds no tensor."""
+    """The launches and allocations of a run, repeated by a call with its inputs' addresses; it holds no tensor."""
 
     def __init__(
         self, inputs: int, device: torch.device, made: dict[int, _Made], steps: list[Any],

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 def numbers_of(rule: Rule | None) -> tuple[float | None, ...] | None:
-    """What kernels read of a rule (``forgetful_bias.py``)."""
+    """The numbers of a rule in the order in which kernels read them (``forgetful_bias.py``)."""
     if rule is None:
         return None
     temperature = None if math.isinf(rule.temperature) else float(rule.temperature)

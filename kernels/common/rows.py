@@ -30,7 +30,7 @@ class RowGates(NamedTuple):
     first_computed: Some = None
 
     def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
-        """All four as kernels take them: ``like``, which is not read, in place of each that is None."""
+        """The four tensors as kernels take them: ``like``, which is not read, in place of each that is None."""
         return tuple(like if x is None else x for x in self)
 
     @property

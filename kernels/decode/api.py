@@ -217,7 +217,7 @@ def check_tokens(name: str, T: int) -> None:
 
 
 def check_gates(state: PagedState, gate: object, name: str) -> None:
-    """There are sums of gates where there is a gate, and only there."""
+    """Raise unless the state has sums of gates exactly where the call has a gate."""
     gates = state.gates
     if (gates is None) != (gate is None):
         wanted, got = ("None without", "GateState") if gate is None else ("GateState with", "None")

@@ -153,7 +153,7 @@ def _rows(
 
 
 def _finished(o: Tensor, finish: Finish) -> Tensor:
-    """[B, T, H, V] in o's dtype."""
+    """The core's output o [B, T, H, V] after norm and gate, in its dtype."""
     x = _wide(o)
     if finish.scale is not None:
         x = x - x.mean(-1, keepdim=True) if finish.centred else x

@@ -115,5 +115,5 @@ def linear_step(
 
 
 def _shape(scale: Tensor | None, heads: int, dim: int) -> tuple[int, ...]:
-    """Of a scale of each head, or of one for all."""
+    """The shape of a norm's scale: [heads, dim] of each head, [dim] of one for all."""
     return (dim,) if scale is not None and scale.ndim == 1 else (heads, dim)

@@ -70,7 +70,7 @@ def kept_places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tup
 
 
 def _layout_of(group: HeadGroup, q: Tensor, k: Tensor, w: Tensor) -> GroupLayout:
-    """Of the tensors of ``inverse.new_kept``, ``blocks.block_level`` and ``carry.carry``."""
+    """The layout of a group's tensors, those of ``inverse.new_kept``, ``blocks.block_level`` and ``carry.carry``."""
     (B, T, H, K), G = map(int, group.queries(q).shape), int(group.keys(k).shape[2])
     return _layout(B, T, H, G, K, q.dtype, w.dtype)
 

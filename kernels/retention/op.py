@@ -27,7 +27,7 @@ class HeldForward(NamedTuple):
 
 
 class Held(NamedTuple):
-    """[B, T, G] float32."""
+    """The output: what is still held of each key's retention, [B, T, G] float32."""
 
     held: Tensor
 

@@ -119,7 +119,7 @@ def _backward_fake(x: RotationBackward) -> RotationGradients:
 
 
 def _gradients(x: RotationInputs, made: RotationOutputs, grads: RotationOutputs, wanted: set[str]) -> dict[str, Some]:
-    """Of receivers, where there are any; what has turned has none then."""
+    """Gradients of a call's inputs from those of the receivers where there are any, else of the turned vectors."""
     given = (grads.to_q, grads.to_k, grads.to_w) if x.received else grads.turned
     dys = (
         None if y is None else torch.zeros_like(y) if dy is None else dy

@@ -28,7 +28,7 @@ def taken() -> str:
     backends = sys.modules.get("fla.backends")
     found: set[str] = set()
     for name in ("_operation_registries", "_function_registries"):
-        for registry in getattr(backends, name, {}).values():  # each notes the first call of a kind
+        for registry in getattr(backends, name, {}).values():  # a registry logs its first call of each kind
             found |= {noted.rpartition(":")[2] for noted in registry._logged if not noted.endswith(":fail")}
             registry._logged.clear()
     return ", ".join(sorted(found))

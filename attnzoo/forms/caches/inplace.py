@@ -87,7 +87,7 @@ class Memory(Protocol):
         """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
 
     def keep(self, kept: Tensor) -> None:
-        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
+        """Undo the last step of several tokens but for the first ``kept[b]`` of sequence b; ``kept [B]`` int64."""
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
@@ -155,7 +155,7 @@ class MatrixMemory(Memory):
         return o  # type: ignore[no-any-return]
 
     def keep(self, kept: Tensor) -> None:
-        """The step again, in which the other tokens write nothing and change nothing."""
+        """Repeat the step with neutral gates and zero values at the tokens that are not kept."""
         assert self.last is not None
         (call, extend), self.last = self.last, None
         T = call.q.shape[1]

@@ -221,7 +221,7 @@ class CarriedMemory(Memory):
         return {"k": self.k.clone(), "valid": self.valid.clone()}
 
     def take(self, call: Call, now: Tensor, there: Tensor | None = None) -> Tensor:
-        """One token of each sequence, of which ``now`` [B] come before it, and its output ``[B, 1, H, V]``.
+        """Add one token to each sequence, which has ``now [B]`` before it; the output of the token, ``[B, 1, H, V]``.
 
         Args:
             there: the sequences that get it, ``[B]`` bool, or None for all; the gate of others is that of no token.

@@ -42,7 +42,7 @@ class StepOptions(NamedTuple):
     fuse: bool = False
 
     def decided(self, device: torch.device) -> StepOptions:
-        """The same options, checked, with ``graph`` a choice for this device.
+        """The options, checked, with ``graph`` decided for this device.
 
         Raises:
             TypeError, ValueError: options of other kinds, or a graph where there can be none.

@@ -378,5 +378,5 @@ class Generator:
 
 
 def _asked(running: list[tuple[int, Request]]) -> tuple[list[int], int]:
-    """Their rows, and the most that one of them needs of its sampler."""
+    """The rows of the running requests, and the most that one of these needs of its sampler."""
     return [row for row, _ in running], max(request.sampling.needs for _, request in running)

@@ -73,7 +73,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
     @classmethod
     def from_pretrained(cls, source: Any, *args: Any, **options: Any) -> Any:
-        """As of every `PreTrainedModel`; where another `attention` is asked for, parts of a gate find their places.
+        """The model of a folder, loaded as by every `PreTrainedModel`; gates keep their weights in another `attention`.
 
         A gate's weights have other names where several projections are combined, as for `fox_rope` in place of `rope`.
         """

@@ -68,7 +68,7 @@ def olmo3(settings: Settings) -> Peer:
 
 
 def smollm3(settings: Settings) -> Peer:
-    """SmolLM3: Llama of which every fourth layer has no rotation, nor all tokens where windows are on."""
+    """SmolLM3: Llama whose every fourth layer has no rotation, and a window where windows are on."""
     return _peer(settings, biases=settings.get("attention_bias", False), tied=True)
 
 

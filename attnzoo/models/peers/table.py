@@ -107,7 +107,8 @@ def readers_table() -> dict[str, tuple[str, str]]:
 
 
 def unserved(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """What a model of an unknown kind has that nothing here serves, and which of its family load; None for nothing."""
+    """The reason why a model of an unknown kind cannot load (experts, images, sounds), and the kinds of its family that
+    do; None where nothing in its fields speaks against it."""
     inside = [fields]
     for one in inside:
         inside += [value for value in one.values() if isinstance(value, Mapping)]

@@ -48,7 +48,7 @@ class ServedConfig(AttnzooConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        """All `attention` where no layer has a state; None for vLLM to read `layers_block_type`."""
+        """The kinds of all layers (`attention`) where none has a state; None where vLLM reads `layers_block_type`."""
         return None if self.state_bytes else self.layers_block_type
 
     @property

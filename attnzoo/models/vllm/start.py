@@ -83,7 +83,7 @@ def bound_memory(cache: CacheConfig) -> None:
 
 
 def said(dtype: torch.dtype, channels: int, tokens: int) -> str:
-    """One line on what the gates' channels cost."""
+    """A line about the error of logits whose log decays ride in ``channels`` channels of keys in ``dtype``."""
     budget = BUDGET if dtype.itemsize == 2 else BUDGET_OF_FLOAT32
     span = budget / (2 * logit_error(1.0, dtype, channels))  # the sums in pages are not centred
     return (

@@ -158,5 +158,5 @@ def write_tokens(
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:
-    """Those of the first three axes, under the names of the kernel."""
+    """The strides of the first three axes of ``x [B, T, heads, ...]``, by the names of the kernel's arguments."""
     return {f"stride_{name}{axis}": n for axis, n in zip("bth", x.stride()[:3], strict=True)}

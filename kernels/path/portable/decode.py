@@ -297,12 +297,12 @@ def in_place(H: int, G: int, K: int, V: int) -> bool:
 
 
 def _most_rows(K: int, V: int) -> int:
-    """Of a program, within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)."""
+    """The most rows of a program within registers and 99 KiB of shared memory (compiled for compute capability 9.0)."""
     return 32 if max(K, V) > 64 else 64
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """[B, S, G, D] with the heads of a token in one piece; batch and tokens may be strided (a larger buffer)."""
+    """``x [B, S, G, D]``, copied unless the heads of a token are contiguous; batch and tokens may have any strides."""
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 

@@ -89,7 +89,7 @@ class Offload:
         self.query[row], self.own[row] = other.query[0], other.own[0]
 
     def clear(self, row: int) -> None:
-        """Of row ``row`` nothing is on the host or has been seen."""
+        """Forget row ``row``: none of its keys is on the host or has been seen."""
         self.adopt(row, Offload.empty(1, len(self.pages[row]), self.query.shape[1], self.query.device))
 
     def select(self, index: Tensor) -> None:

@@ -254,7 +254,7 @@ class PagedCache:
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
 
     def look(self, q: Tensor, k: Tensor, given: SoftmaxOptions) -> None:
-        """As :meth:`Eviction.look`, where there is one."""
+        """Bring back keys as :meth:`Eviction.look` does, where keys may be evicted."""
         if self.evict is not None:
             self.evict.look(self.pool, q, k, given)
 

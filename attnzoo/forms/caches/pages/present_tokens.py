@@ -31,7 +31,7 @@ class LastRows:
 
     @staticmethod
     def of(valid: Tensor | None, B: int, T: int) -> LastRows:
-        """By ``valid [B, T]`` bool, None for all."""
+        """The tokens of a call that exist: those of the mask ``valid [B, T]`` bool, None for all."""
         if valid is None:
             return LastRows([T] * B)
         count = valid.sum(1)

@@ -23,7 +23,7 @@ class Factors(NamedTuple):
 
     @staticmethod
     def of(k: Tensor, gate: Gate, valid: Tensor | None) -> Factors:
-        """By ``valid [B, T]`` bool, None for all."""
+        """Keys ``k`` and the gate's factors, those that exist moved to the front; ``valid [B, T]`` is their mask or None."""
         order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
 
         def first(x: Tensor) -> Tensor:
