@@ -189,7 +189,7 @@ class Fragments:
         return arrived(), knot
 
     def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
-        """A function that returns the lists of :meth:`of_all_tokens`, to be called when ``works`` have ended; the knot."""
+        """A function that gives the lists of :meth:`of_all_tokens`, called when ``works`` have ended; and the knot."""
         most = max(map(self.count, range(self.ranks)))
         if self.count(self.rank) < most:
             rows = tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows)

@@ -23,7 +23,7 @@ class Factors(NamedTuple):
 
     @staticmethod
     def of(k: Tensor, gate: Gate, valid: Tensor | None) -> Factors:
-        """Keys ``k`` and the gate's factors, those that exist moved to the front; ``valid [B, T]`` is their mask or None."""
+        """Keys ``k`` and the gate's factors, moved to the front where they exist: ``valid [B, T]``, None for all."""
         order, counts = in_front(k.shape[0], k.shape[1], valid, k.device)
 
         def first(x: Tensor) -> Tensor:
