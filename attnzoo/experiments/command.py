@@ -49,6 +49,11 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
 
     found = asked(find(name), claims)
     seeds = seeds or found.seeds
+    if claims:
+        from attnzoo.experiments.plan import Schedule
+        from attnzoo.experiments.run import check_arms
+
+        check_arms(Schedule(name, next(iter(found.sizes)), Path("runs"), seeds, claims=claims), found)
     click.echo(click.style(found.title, bold=True))
     click.echo(textwrap.fill(found.question, 100))
     for arm in found.arms:

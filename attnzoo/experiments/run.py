@@ -93,20 +93,7 @@ def run_experiment(
     folders = [folder_of(arm) for arm in experiment.arms]
     if len(set(folders)) < len(folders):
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
-    first: TrainConfig | None = None
-    operations = 0  # operations of the costliest step: two per weight and token forwards, four backwards
-    for arm in experiment.arms:  # refuse a wrong option of any arm before training
-        try:
-            config = plan.config(experiment, arm, plan.grid(experiment, arm)[0], 0)
-            with torch.device("meta"), Unfilled():
-                weights = Operations(LanguageModel(config.model)).parameters
-            operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
-            for probe in experiment.probes:
-                _check_probe(probe, config)
-        except ValueError as error:
-            raise ValueError(f"arm {arm.name!r}: {error}") from error
-        first = first or config
-    assert first is not None
+    first, operations = check_arms(plan, experiment)
     _check_text(experiment.probes, first)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
@@ -172,6 +159,28 @@ def run_seed(plan: Schedule, name: str, seed: int) -> Trained:
     rates = plan.grid(experiment, arm)
     best = rates[0] if len(rates) == 1 else run_search(plan, name).lr
     return run_once(plan, experiment, arm, best, seed, measure=True)
+
+
+def check_arms(plan: Schedule, experiment: Experiment) -> tuple[TrainConfig, int]:
+    """The training of the first arm, and the operations of the costliest step of all: two per weight and token
+    forwards, four backwards.
+
+    Raises:
+        ValueError: settings, options or probes that do not fit an arm, which is named.
+    """
+    configs, operations = [], 0
+    for arm in experiment.arms:
+        try:
+            config = plan.config(experiment, arm, plan.grid(experiment, arm)[0], 0)
+            with torch.device("meta"), Unfilled():
+                weights = Operations(LanguageModel(config.model)).parameters
+            for probe in experiment.probes:
+                _check_probe(probe, config)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name!r}: {error}") from error
+        configs.append(config)
+        operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
+    return configs[0], operations
 
 
 def _check_probe(probe: Probe, config: TrainConfig) -> None:

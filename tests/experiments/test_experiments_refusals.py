@@ -183,9 +183,10 @@ def test_claim_about_a_share_that_can_never_be_seen_is_refused(kind, limit):
 )
 def test_ordering_that_cannot_be_asked_names_what_exists(claim, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    error = CliRunner().invoke(app, ["experiment", "run", "pairs", "--claim", claim, "data.source=stdlib"]).exception
-    assert isinstance(error, ValueError)
-    assert re.search(message, str(error))
+    for command in (["show", "pairs"], ["run", "pairs", "data.source=stdlib"]):
+        error = CliRunner().invoke(app, ["experiment", *command, "--claim", claim]).exception
+        assert isinstance(error, ValueError)
+        assert re.search(message, str(error))
     assert not list(tmp_path.iterdir())
 
 
