@@ -24,6 +24,42 @@ ROWS = (  # row, arm and probe
     ("FoX: network of keys", "fox, key", "network"),
     ("FoX: window", "fox", "window"),
 )
+OTHERS = {  # experiments with rows of their own
+    "forgetting_pool": (
+        ("logarithms (`power`, the default)", "logarithms", "network"),
+        ("contributions (`softmax`)", "contributions", "network"),
+        ("largest (`max`)", "largest", "network"),
+        ("logarithms, with a discount", "logarithms, discount", "network"),
+        ("contributions, with a discount", "contributions, discount", "network"),
+        ("window", "rope", "window"),
+        (LATER, "rope", "later use"),
+    ),
+    "forgetting_baselines": (
+        ("RoPE: network of keys, with a discount", "rope, forgets", "network"),
+        ("window", "rope", "window"),
+        ("retrieval (all keys stay)", "rope", "retrieval"),
+        ("RoPE trained in groups: window", "rope, groups", "window"),
+        ("retrieval", "rope, groups", "retrieval"),
+        ("FoX: window", "fox", "window"),
+        ("retrieval", "fox", "retrieval"),
+    ),
+}
+COSTS = (  # row, arm, and what a probe's name ends in
+    ("RoPE: all keys", "rope", "all keys"),
+    ("window", "rope", "window"),
+    ("network of keys", "rope, forgets", "network"),
+    ("retrieval", "rope", "retrieval"),
+    ("FoX: window", "fox", "window"),
+)
+LONG = (
+    ("RoPE: network of keys", "rope, forgets", "network"),
+    ("window", "rope", "window"),
+    ("all keys", "rope", "all keys"),
+    ("RoPE trained in groups: window", "rope, groups", "window"),
+    ("all keys", "rope, groups", "all keys"),
+    ("FoX: window", "fox", "window"),
+    ("all keys", "fox", "all keys"),
+)
 WRONG = "wrong, forgotten by itself"
 
 
@@ -35,7 +71,7 @@ def table(name: str, size: str) -> str:
     shares = sorted({x for run in found.runs for x in run.values["network"] if x < 1})
     titles = [f"keys held, of {tokens}", *(f"{x * tokens:g}" for x in shares), *["by itself (keys held)"] * wrong]
     rows = []
-    for label, arm, probe in (row for row in ROWS if not wrong or row[0] != DISCOUNTED):
+    for label, arm, probe in OTHERS.get(name) or [row for row in ROWS if not wrong or row[0] != DISCOUNTED]:
         means = [_mean(found, Value(arm, probe, x)) for x in shares]
         cells = [_percent(x) if wrong else f"{round(x, 3) + 0.0:.3f}" for x in means]
         if wrong and probe == "network":
@@ -47,6 +83,37 @@ def table(name: str, size: str) -> str:
     lines = markdown_table(titles, rows)
     lines[2] = lines[2].replace("% |", "% wrong |", 1) if wrong else lines[2]
     return "\n".join(lines)
+
+
+def costs() -> str:
+    """KiB that a sequence holds and thousand operations of a token's cores, by the length of the text."""
+    found, tokens = _baselines()
+    lengths = sorted(found.runs[0].values["KiB held, all keys"])
+    titles = [f"{what} after {x * tokens:,.0f}" for what in ("KiB", "thousand operations") for x in lengths]
+    rows = []
+    for label, arm, kind in COSTS:
+        values = [Value(arm, f"{what}, {kind}", x) for what in ("KiB held", "thousand operations") for x in lengths]
+        rows.append([label, *(f"{_mean(found, value):,.0f}" for value in values)])
+    return "\n".join(markdown_table(["", *titles], rows))
+
+
+def long_texts() -> str:
+    """Losses of texts, by their length, where heads hold few keys and where they hold all."""
+    found, tokens = _baselines()
+    lengths = sorted({x for _, _, kind in LONG for run in found.runs for x in run.values[f"long text, {kind}"]})
+    rows = []
+    for label, arm, kind in LONG:
+        probe = f"long text, {kind}"
+        known = next(run.values[probe] for run in found.runs if run.arm == arm)
+        cells = [f"{_mean(found, Value(arm, probe, x)):.3f}" if x in known else "" for x in lengths]
+        rows.append([label, *cells])
+    return "\n".join(markdown_table(["bytes of a text", *(f"{x * tokens:,.0f}" for x in lengths)], rows))
+
+
+def _baselines() -> tuple[Outcome, int]:
+    """The record of the baselines, and the tokens of its training context."""
+    found = outcome("forgetting_baselines", "cpu")
+    return found, yaml.safe_load(found.settings)["data"]["context_length"]
 
 
 def _mean(outcome: Outcome, value: Value) -> float:

@@ -56,12 +56,13 @@ TABLES = {  # by page and the words of their markers
         "open gates": both_sides.gates_table,
         "pairs": both_sides.pairs_table,
     },
-    RESULTS / "forgetting.md": {"parts": held.parts}
+    RESULTS / "forgetting.md": {"parts": held.parts, "cost of a token": held.costs, "long texts": held.long_texts}
     | {
         f"{name} {size}": partial(held.table, name=name, size=size)
         for name, size in (
             *(("needle_memory", size) for size in ("cpu", "gpu")),
             *(("learned_forgetting", size) for size in ("cpu", "gpu-4096")),
+            *((name, "cpu") for name in held.OTHERS),
         )
     },
     RESULTS.parent / "benchmarks" / "index.md": speeds.TABLES,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from attnzoo.experiments.claims import Below
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay
 from attnzoo.experiments.forgetting_arms import LATER, NETWORK, WINDOW, ahead, network, reaching, text_sizes
 from attnzoo.experiments.forgetting_probes import AddedLoss
 from attnzoo.experiments.probes import Loss
@@ -61,6 +61,14 @@ EXPERIMENT = Experiment(
                                                      "contributions, discount")),
                 (WINDOW, "rope", WINDOW), (LATER, "rope", LATER),
             ),
+        ),
+    ),
+    measured=(
+        Measured(
+            "cpu", "2026-11-29", "a busy core of an AMD EPYC", "2026-11-29-forgetting_pool-cpu.json",
+            "What is pooled makes no difference that three seeds see (0.021 to 0.024 nats at 16 of 256 keys, a window "
+            "0.022); logarithms stay the default for what a temperature means, not for what they save. A discount "
+            "takes 0.007 off (p = 0.054).",
         ),
     ),
 )  # fmt: skip
