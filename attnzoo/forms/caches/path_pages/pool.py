@@ -51,6 +51,7 @@ class CarriedPool(KeyPool):
         open_factor: transposed product of its factors, ``[B, G, K, K]``; any where it is empty.
         factors: those of whole groups, ``[B, G, M, K, K]``.
         base: how many of the first groups have none: their keys stand as one later token left them all, ``[B]`` int32.
+            So a prompt's are carried once, when it is admitted, and spare every later step the walk over its groups.
         recent: by which tokens can be taken back after calls, oldest first; None for a memory that steps change in
             place, whose :meth:`step` and :meth:`keep` carry no token that is not kept.
     """
