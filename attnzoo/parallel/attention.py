@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, cast, get_args
@@ -49,14 +50,13 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     if transport not in get_args(Transport):
         raise unknown("transport", transport, get_args(Transport))
     fragments.cut(rows.q)
-    if fragments.ranks == 1:
-        borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
-        return _whole(forms, form, replace(rows, options=replace(rows.options, cu_seqlens=borders)))
+    if fragments.ranks == 1 or (fragments.have_whole_documents and transport != "heads"):
+        return _whole(forms, form, rows, fragments.own_borders)
     chosen, why = choose_transport(forms, form, rows, fragments, transport)
     _say(f"context parallelism over {fragments.ranks} ranks: {type(forms).__name__} by {chosen} ({why})")
     if chosen == "heads":
         rows, order = dealt(rows, fragments)
-        found = _whole(forms, form, by_heads(rows, fragments))
+        found = _whole(forms, form, by_heads(rows, fragments), fragments.borders)
         if isinstance(found, Tensor):
             return by_tokens(found, fragments, order)
         return tuple(by_tokens(x, fragments, order) for x in found)
@@ -121,8 +121,18 @@ def _check_kind(forms: Any) -> None:
         raise TypeError(f"fragments: expected forms of LinearForms or SoftmaxForms, got {type(forms).__name__}")
 
 
-def _whole(forms: Any, form: str, rows: Rows) -> Any:
-    return forms.whole(form, rows.q, rows.k, rows.v, rows.gate, rows.options)
+def _whole(forms: Any, form: str, rows: Rows, borders: Sequence[int]) -> Any:
+    """The output of rows in each of which documents have these borders."""
+    B, T = rows.q.shape[:2]
+    if len(borders) == 2:
+        return forms.whole(form, rows.q, rows.k, rows.v, rows.gate, rows.options)
+    ends = [0, *(b * T + end for b in range(B) for end in borders[1:])]
+    packed = rows.map(lambda x: x.flatten(0, 1)[None])  # one row of all documents
+    options = replace(packed.options, cu_seqlens=torch.tensor(ends, device=rows.q.device))
+    found = forms.whole(form, packed.q, packed.k, packed.v, packed.gate, options)
+    if isinstance(found, Tensor):
+        return found.unflatten(1, (B, T))[0]
+    return tuple(x.unflatten(1, (B, T))[0] for x in found)
 
 
 @cache

@@ -236,6 +236,18 @@ class Fragments:
         """Whether each of this rank's tokens is the first of a document, ``[n]`` bool; None where there is but one."""
         return None if len(self.borders) == 2 else self.positions() == 0
 
+    @property
+    def have_whole_documents(self) -> bool:
+        """Whether no document is cut: ranks need nothing of each other."""
+        return all(row.start in self.borders for row in self.table)
+
+    @property
+    def own_borders(self) -> list[int]:
+        """The borders of documents among this rank's rows, 0 and their number too; the ends of fragments are some."""
+        begins = self.positions() == 0
+        begins[0] = True
+        return [*begins.nonzero()[:, 0].tolist(), len(begins)]
+
     def repeat(self, n: int) -> Fragments:
         """The fragments of a row in which each token stands for n."""
         table = tuple(Fragment(n * a, n * b, rank) for a, b, rank in self.table)

@@ -61,11 +61,9 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:
-    """The inputs of all tokens for this rank's share of the heads, packed into one row where there are several
-    documents."""
+    """The inputs of all tokens for this rank's share of the heads."""
     H, W = rows.q.shape[2], fragments.ranks
-    borders = torch.tensor(fragments.borders, device=rows.q.device) if len(fragments.borders) > 2 else None
-    options = replace(rows.options, cu_seqlens=borders)
+    options = rows.options
     for name in ("sink", "logit_bound"):
         if (x := getattr(options, name, None)) is not None:
             options = replace(options, **{name: _share(x, fragments)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,13 @@ class Rows:
     v: Tensor
     gate: Gate
     options: Any
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Rows:
+        """The rows with ``fn`` of every tensor that has tokens."""
+        write = getattr(self.options, "write", None)
+        options = self.options if write is None else replace(self.options, write=fn(write))
+        q, k, v = map(fn, (self.q, self.k, self.v))
+        return Rows(q, k, v, self.gate.map(lambda part: part if part.ndim == 1 else fn(part)), options)
 
     def cut(self, fragments: Fragments) -> list[Rows]:
         """The rows of each fragment of this rank."""

@@ -112,20 +112,29 @@ def test_ranks_together_give_what_one_does(name, data):
     compare(Run(name, fragments, inputs, options, transport))
 
 
-@pytest.mark.parametrize("name", ["fox", "path_fox", "wall", "mamba2", "gla", "gated_deltanet"])
-def test_where_heads_are_exchanged_any_number_of_ranks_gives_the_same_bits(name):
+@pytest.mark.parametrize("transport", ["heads", "auto"])
+@pytest.mark.parametrize("name", ["nope", "fox", "path_fox", "wall", "mamba2", "gla", "gated_deltanet"])
+def test_with_heads_exchanged_or_documents_whole_any_number_of_ranks_gives_the_same_bits(name, transport, monkeypatch):
+    """Ranks that have whole documents send nothing of them, unless they are asked to exchange heads."""
+    if transport == "auto":
+        for collective in ("_all_gather", "_reduce_scatter", "swap"):
+            monkeypatch.setattr(collectives, collective, None)
     *rows, gate = random_inputs(name, B=1, T=64, H=4, G=4, K=16, V=16, dtype=torch.float32)
     found = {}
     for ranks in (1, 2, 4):
-        fragments = Fragments.contiguous([0, 16, 32, 48, 64], ranks)
+        fragments = Fragments.zigzag([0, 8, 16, 32, 40, 48, 64], ranks)
+        if transport == "auto":
+            table = [(0, 16, 0), (16, 32, ranks - 1), (32, 48, ranks // 2), (48, 64, ranks // 4)]
+            fragments = Fragments.of(table, ranks, range(0, 65, 8))  # padded alike, as all are as long
 
         def rank(_, fragments=fragments):
             given = [x.clone().requires_grad_() for x in fragments.shard(*rows)]
             local = gate.map(lambda part: part if part.ndim == 1 else fragments.shard(part))
-            o = get(name).forms["parallel"](*given, local, fragments=fragments, transport="heads")
+            o = get(name).forms["parallel"](*given, local, fragments=fragments, transport=transport)
             return o.detach(), *torch.autograd.grad(o.square().sum(), given)
 
-        found[ranks] = [torch.cat(parts, 1) for parts in zip(*on_ranks(ranks, rank), strict=True)]
+        order = torch.cat([fragments.index(r) for r in range(ranks)]).argsort()
+        found[ranks] = [torch.cat(parts, 1)[:, order] for parts in zip(*on_ranks(ranks, rank), strict=True)]
     for ranks in (2, 4):
         assert all(torch.equal(got, one) for got, one in zip(found[ranks], found[1], strict=True))
 
@@ -254,6 +263,25 @@ def test_what_needs_no_key_of_another_rank_is_attended_to_before_the_wait_for_ke
 
     on_ranks(2, rank)
     assert events == {0: ["whole", "wait", "go_on"], 1: ["go_on", "wait", "go_on"]}
+
+
+@pytest.mark.parametrize("name", ["fox", "nope", "path", "mamba2"])
+def test_documents_have_the_same_borders_in_every_row_of_a_batch(name):
+    """On one rank, by heads, of whole documents on each rank, and by what the side sends."""
+    *rows, gate = random_inputs(name, B=2, T=T, H=4, G=2, K=4, V=3)
+    form, borders = get(name).forms["parallel"], [0, 5, 12, T]
+    row = [(*(x[b : b + 1] for x in rows), gate.map(lambda x, b=b: x[b : b + 1])) for b in range(2)]
+    expected = torch.cat([form(*one, cu_seqlens=torch.tensor(borders)) for one in row])
+    whole = Fragments.of([(0, 12, 1), (12, T, 0)], 2, borders)
+    cases = [(Fragments.zigzag(borders, ranks), way) for ranks, way in ((1, "auto"), (2, "heads"), (2, "auto"))]
+    for fragments, transport in [*cases, (whole, "auto")]:
+
+        def rank(_, fragments=fragments, transport=transport):
+            local = gate.map(fragments.shard)
+            return form(*fragments.shard(*rows), local, fragments=fragments, transport=transport)
+
+        for number, o in enumerate(on_ranks(fragments.ranks, rank)):
+            torch.testing.assert_close(o, expected[:, fragments.index(number)], rtol=0, atol=1e-10)
 
 
 def test_log_sum_exps_come_too():
