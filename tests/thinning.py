@@ -83,19 +83,21 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def combinations(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests of each function that is marked ``covering``, but for those that a machine may skip."""
+    """The tests of each function that is marked ``covering``, but for those that a machine may skip. What is marked
+    ``covering("a name")`` is one product with all of that name in a file, in which the function is a parameter."""
     found = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("gpu"):
-            found[item.path, item.originalname].append(item)
+        mark = item.get_closest_marker("covering")
+        if mark and not item.get_closest_marker("gpu"):
+            found[item.path, mark.args or item.originalname].append(item)
     return [*found.values()]
 
 
 def beyond_covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests of one function those whose every two parameters have their values together in another that is kept."""
+    """Of tests of one product those whose every two parameters have their values together in another that is kept."""
     needs = {}
     for item in items:
-        values = [(name, repr(value)) for name, value in item.callspec.params.items()]
+        values = [("test", item.originalname), *((name, repr(value)) for name, value in item.callspec.params.items())]
         needs[item] = {*itertools.combinations(values, 2)}
     kept = covering(needs)
     return [item for item in items if item not in kept]

@@ -129,11 +129,13 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
+@cache
 def room(module: str) -> str:
     """The entry of FLOORS that a module belongs to: the longest that fits."""
     return max((name for floor in FLOORS for name in floor if within(module, name)), key=len, default="")
 
 
+@cache
 def floor(module: str) -> int:
     return next(number for number, names in enumerate(FLOORS) if room(module) in names)
 

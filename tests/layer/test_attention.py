@@ -15,10 +15,13 @@ from attnzoo import Prune, build_attention, get, list_variants, oracle
 
 BLOCKS = (None, "llama", "pro")
 PRUNABLE = [n for n in list_variants() if get(n).prunable]
-every_layer = pytest.mark.parametrize(
-    ("name", "block"),
-    [(n, b) for n in list_variants() for b in BLOCKS if (get(n).side, b) != ("softmax", "llama")],  # which is None
-)
+
+
+def every_layer(test):
+    blocks = [
+        (n, b) for n in list_variants() for b in BLOCKS if (get(n).side, b) != ("softmax", "llama")
+    ]  # which is None
+    return pytest.mark.covering("layers")(pytest.mark.parametrize(("name", "block"), blocks)(test))
 
 
 @pytest.mark.parametrize("name", list_variants("softmax"))
