@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from thinning import in_long
 from torch import Tensor
 
 from attnzoo import Gate, get, oracle
@@ -16,6 +17,7 @@ from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.models.loss import head_loss
 from attnzoo.samples import random_inputs
+from attnzoo.testing import block_sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("fox", "nope", "rope", "path", "path_fox", "wall")
@@ -58,15 +60,17 @@ def test_the_reference_has_them(name: str) -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("tokens", [1, 20, 270])
+@pytest.mark.parametrize(("tokens", "block"), [(1, None), (20, None), (20, 8), *in_long([], [(270, None)])])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("name", ["nope", "rope", "alibi", "fox", "fox_rope"])
-def test_parallel_forms_have_them(name: str, lse: bool, tokens: int) -> None:
+def test_parallel_forms_have_them(name: str, lse: bool, tokens: int, block: int | None) -> None:
+    """In one block of rows, and in several: small ones of few tokens, usually."""
     for regime in ("open", "closed") if name == "fox" else ("open",):
-        want, found = (
-            second(form, name, torch.float64, tokens, regime, return_lse=lse)
-            for form in (oracle.softmax, get(name).forms["parallel"])
-        )
+        with block_sizes(block):
+            want, found = (
+                second(form, name, torch.float64, tokens, regime, return_lse=lse)
+                for form in (oracle.softmax, get(name).forms["parallel"])
+            )
         for x, y in zip(found, want, strict=True):
             assert (x - y).norm() < 1e-10 * max(y.norm(), 1e-3)
 
