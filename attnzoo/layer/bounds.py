@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict, QueryBounds
+from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.offload import Offload
-from attnzoo.forms.caches.pages.paged_cache import Eviction
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.modules import HeadNorm

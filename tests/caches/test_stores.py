@@ -14,8 +14,9 @@ from torch import Tensor
 from attnzoo import KVCache, RecurrentState, get, oracle
 from attnzoo.forgetting.cache import ForgettingCache
 from attnzoo.forms.caches.inplace import BatchRows, Memory
+from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.inplace import PagedMemory
-from attnzoo.forms.caches.pages.paged_cache import Eviction, PagedCache
+from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import State

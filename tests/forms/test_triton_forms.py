@@ -16,8 +16,8 @@ from attnzoo import get, list_variants, oracle
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends.fox_path import on_packed
 from attnzoo.forms.caches.inplace import BatchRows
+from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.inplace import PagedMemory
-from attnzoo.forms.caches.pages.paged_cache import Eviction
 from attnzoo.forms.caches.path_pages import pool as path_pages
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.fox import GateSums

@@ -15,7 +15,7 @@ from attnzoo.algebra.transitions import scaled_queries
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory
 from attnzoo.forms.caches.pages.attention import step_options
-from attnzoo.forms.caches.pages.paged_cache import Eviction
+from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
