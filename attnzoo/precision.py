@@ -124,12 +124,13 @@ class GateAffine(PreciseModule):
             x: ``[..., inputs]``.
             product: ``W x`` where it is known.
         """
+        bias = self.bias
         if product is not None:
-            return product if self.bias is None else product + self.bias
+            return product if bias is None else product + bias
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        if self.bias is None or (x.dtype == self.bias.dtype and not autocast):
-            return F.linear(x, self.weight, self.bias)
-        return self.unbiased(x) + self.bias
+        if bias is None or (x.dtype == bias.dtype and not autocast):
+            return F.linear(x, self.weight, bias)
+        return self.unbiased(x) + bias
 
     def unbiased(self, x: Tensor) -> Tensor:
         """``W x``, in the dtype of x."""

@@ -314,8 +314,9 @@ class Attention(AttentionParts):
             q, k, v = self.q_proj(x), self.k_proj(inner), self.v_proj(inner)
         if self.latent is not None:
             k = self.latent.keys(k, x)
-        if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
-            q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
+        of_q, of_k, of_v = self.q_conv, self.k_conv, self.v_conv
+        if of_q is not None and of_k is not None and of_v is not None:
+            q, k, v = of_q(q, stream, "q"), of_k(k, stream, "k"), of_v(v, stream, "v")
         return q, k, v
 
     def _project(self, x: Tensor, stream: Stream, first: list[Tensor] | None = None) -> Projected:

@@ -246,14 +246,14 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, full: Tensor) -> Tensor:
         """The convolution of ``[B, size - 1 + T, channels]``, earlier tokens included, ``[B, T, channels]``."""
-        T = full.shape[1] - self.size + 1
+        T, bias = full.shape[1] - self.size + 1, self.bias
         weight = self.weight.to(full.dtype)
         if T == 1:  # a step: two operations instead of one per token of the window
             out = (full * weight.mT).sum(1, keepdim=True)
         else:
             first, *later = weight.unbind(1)
             start = full[:, :T]
-            out = start * first if self.bias is None else torch.addcmul(self.bias.to(full.dtype), start, first)
+            out = start * first if bias is None else torch.addcmul(bias.to(full.dtype), start, first)
             for i, one in enumerate(later, 1):
                 out = out.addcmul(full[:, i : i + T], one)
             return self.activation(out)

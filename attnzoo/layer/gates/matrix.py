@@ -171,11 +171,11 @@ class PathTransition(GateProjection):
                 module.reset_parameters()
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        w = k
-        if self.w_down is not None and self.w_up is not None:
-            w = self.w_up(self.w_down(x))
-            if self.w_conv is not None:
-                w = self.w_conv(w, stream, "w")
+        w, down, up, conv = k, self.w_down, self.w_up, self.w_conv
+        if down is not None and up is not None:
+            w = up(down(x))
+            if conv is not None:
+                w = conv(w, stream, "w")
             w = by_factor(w.unflatten(-1, (-1, self.sizes.head_dim)), -2, self.factors)
         beta = 2 * by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
         return Gate(w=l2_normalize(wide(w), self.impl), beta=beta), None  # a rounded w may be longer than 1
