@@ -139,7 +139,8 @@ def free_port():
 @pytest.fixture(scope="module")
 def told():
     """By rank, what the processes say, one thing after the other."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # once for both
     results, port = context.Queue(), free_port()
     processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:
