@@ -39,16 +39,17 @@ class NoticedStarts(PreciseModule):
 
         No step waits for a GPU: one of those that follow the first finds the numbers.
         """
-        if self not in _coming:
+        coming = _coming.get(self)
+        if coming is None:
             squares = self._squares() if torch.is_grad_enabled() else None
             if squares is None:
                 return
-            _coming[self] = (squares[0], *_sent(squares[1]))
-        names, on_host, there = _coming[self]
+            _coming[self] = coming = (squares[0], *_sent(squares[1]))
+        names, on_host, there = coming
         if not there():
             return
         found = dict(zip(names, on_host.sqrt().tolist(), strict=True))
-        del _coming[self]
+        _coming.pop(self, None)  # another thread may have been here
         expected, self._starts = self._starts or {}, None
         moved = [
             name for name, rms in expected.items()

@@ -334,3 +334,22 @@ def test_what_was_made_on_the_meta_device_and_never_initialised_is_named():
         layer = build_attention("fox", **SIZES, block="pro")
     layer.to_empty(device="cpu").reset_parameters()
     assert said(layer) == []
+
+
+def test_a_layer_whose_start_another_thread_has_looked_at_is_left_alone(monkeypatch):
+    """Threads may share a layer, and either may be the one to end the look."""
+    attn = build_attention("fox", hidden_size=32, num_heads=2)
+
+    def sent(squares):
+        others = [attn.look_at_starts]  # of another thread, between the answer and its use
+
+        def there():
+            while others:
+                others.pop()()
+            return True
+
+        return squares, there
+
+    monkeypatch.setattr("attnzoo.layer.starts._sent", sent)
+    attn.look_at_starts()
+    assert attn._starts is None
