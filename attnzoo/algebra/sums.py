@@ -14,11 +14,14 @@ def power_of_2(n: int) -> int:
 def running_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """``x.cumsum(dim, dtype=dtype)``, also under ``torch.use_deterministic_algorithms(True)``.
 
-    In that mode PyTorch refuses cumsum of floats on a GPU; :func:`sum_by_doubling` replaces it there.
+    In that mode PyTorch refuses cumsum of floats on a GPU; :func:`sum_by_doubling` replaces it there. Otherwise a GPU
+    sums along the last dim, as along another one a thread goes over a whole row by itself.
     """
-    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+    if not x.is_cuda:
+        return x.cumsum(dim, dtype=dtype)
+    if torch.are_deterministic_algorithms_enabled():
         return sum_by_doubling(x if dtype is None else x.to(dtype), dim)
-    return x.cumsum(dim, dtype=dtype)
+    return x.movedim(dim, -1).cumsum(-1, dtype=dtype).movedim(-1, dim)
 
 
 def sum_to_the_end(x: Tensor, dim: int) -> Tensor:

@@ -31,6 +31,16 @@ def test_sums_by_doubling_are_running_sums(n, dim):
     assert running_sum(x.float(), dim, torch.float64).dtype == torch.float64
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_gpu_has_the_running_sums_of_a_cpu(dim):
+    x = torch.randn(3, 500, 2, dtype=torch.float64, device="cuda", requires_grad=True)
+    got, expected = running_sum(x, dim), x.cpu().cumsum(dim)
+    torch.testing.assert_close(got.cpu(), expected)
+    grad = torch.randn_like(got)
+    torch.testing.assert_close(torch.autograd.grad(got, x, grad), torch.autograd.grad(expected, x, grad.cpu()))
+
+
 class Refusing(TorchFunctionMode):
     """PyTorch's refusal of a GPU's running sums of floats; ``running_sum`` has another way there."""
 
