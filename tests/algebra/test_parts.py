@@ -133,7 +133,7 @@ def test_every_part_of_the_product_has_one_factor() -> None:
 
 LISTS = {  # where names of several parts stand together, and why
     "algebra.parts": "the declaration",
-    "registry": "the table of pairs",
+    "registry.table": "the table of pairs",
     "evaluation.pruning": "what the kernels' counts of blocks read",
     "docs.tools.pairs": "what the interactive page has controls for",
     "forms.backends.recurrent": "what a kernel reads",
