@@ -39,7 +39,7 @@ from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
-from attnzoo.kernels.linear import chunk_api, segments
+from attnzoo.kernels.linear import chunk_api, delta_backward, segments
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
@@ -112,6 +112,13 @@ def split_chunks(x: Tensor, gates: Tensor) -> Tensor:
     """A long sequence of few heads, whose segments run side by side."""
     segments.multiprocessors = lambda device: 132
     return linear.linear_chunks(x, x, x, gates, prune=Prune())[0]
+
+
+def delta_chunks(dtype: torch.dtype, K: int) -> list[Tensor]:
+    """The backward of a gated delta rule's chunks."""
+    rows, states = torch.empty(2, 128, 3, K, dtype=dtype), torch.empty(2, 2, 3, K, K, dtype=dtype)
+    x = delta_backward.DeltaChunks(*[rows] * 6, states, states, torch.empty(2, 128, 3))
+    return list(delta_backward.delta_gradients(x, 1.0, None, None))
 
 
 def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -270,6 +277,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             )
             long = x(1, 12288, 2, K), wide(1, 12288, 2)
             yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, *long)
+            if dtype != torch.float32:
+                yield f"linear {kind} {K} delta chunks", functools.partial(delta_chunks, dtype, K)
             for V in (32, K):
                 yield (
                     f"linear {kind} {K} chunks of {V}",

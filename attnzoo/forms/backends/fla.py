@@ -26,6 +26,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.errors import UnavailableError
+from attnzoo.forms.backends import fla_mended
 from attnzoo.forms.backends.fla_tuning import shorten, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
@@ -267,7 +268,7 @@ def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 @of_any_width
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_delta_rule`` or ``chunk_gated_delta_rule``, with w = k and beta as the write strength."""
-    if _goes_around(x):
+    if _goes_around(x) or (_miscompiled(x.gate, x.q) and not _mended(x.q, x.v)):
         return channel_delta_rule(x)
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     g = x.gate.per_token(x.q).log_decay
@@ -283,14 +284,23 @@ def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
 
 
+def _miscompiled(gate: Gate, q: Tensor) -> bool:
+    """Whether the gradients of a scalar decay would be wrong by flash-linear-attention's own kernels."""
+    return bool(MISCOMPILING) and gate.log_diag is None and _per_token(gate) and torch.is_grad_enabled() and _hopper(q)
+
+
 def _detour(gate: Gate, q: Tensor) -> str:
     """The reason why a scalar decay must run on the kernels for a decay per channel, or ""."""
-    if gate.log_diag is not None or not _per_token(gate) or not torch.is_grad_enabled() or not _hopper(q):
+    if not _miscompiled(gate, q) or (gate.w is not None and fla_mended.register()):
         return ""
-    return MISCOMPILING and (
+    return (
         f"Triton {MISCOMPILING} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels "
         "with a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
     )
+
+
+def _mended(q: Tensor, v: Tensor) -> bool:
+    return fla_mended.proven(q.shape[3], v.shape[3], q.dtype, q.device)
 
 
 def _goes_around(x: Prepared) -> bool:

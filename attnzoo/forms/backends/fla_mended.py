@@ -1,0 +1,139 @@
+"""A kernel of ours in place of one of flash-linear-attention's that Triton 3.4 to 3.7.0 miscompiles on Hopper.
+
+The library refuses the gradients of a gated delta rule there. It is given this one by its registry of backends, as it
+takes TileLang's where that is installed; but first the kernel must agree with its definition on that very machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("attnzoo.fla")
+
+NAME = "attnzoo"  # in its registry
+CHUNK = 64  # tokens
+MOST_ERROR = 2**-6  # of the kernel in 16 bits, relative, by norms
+
+
+def verified(
+    q: Tensor, v: Tensor, w: Tensor | None = None, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    dv: Tensor | None = None, state_v_first: bool = False, chunk_size: int = 64, **others: Any,
+) -> tuple[bool, str | None]:  # fmt: skip
+    """Whether the kernel serves a call of ``chunk_bwd_dqkwg``, and why not."""
+    if w is None or g is None or g_gamma is not None or dv is None:
+        return False, "expected a gated delta rule"
+    if state_v_first or chunk_size != 64 or q.dtype == torch.float32:
+        return False, "expected states [K, V] of chunks of 64 tokens, and 16 bits"
+    if not proven(q.shape[-1], v.shape[-1], q.dtype, q.device):
+        return False, "expected a kernel that agrees with its definition"
+    return True, None
+
+
+def gradients(
+    *, scale: float | None = None, cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What its ``chunk_bwd_dqkwg`` returns."""
+    from attnzoo.kernels.linear.delta_backward import DeltaChunks, delta_gradients
+
+    if chunk_indices is None and cu_seqlens is not None:
+        chunk_indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(cu_seqlens, 64)
+    x = DeltaChunks(*(given[name].contiguous() for name in DeltaChunks._fields))
+    G, H, K = x.k.shape[2], x.v.shape[2], x.k.shape[3]
+    dq, dk, dw, dg = delta_gradients(x, K**-0.5 if scale is None else scale, cu_seqlens, chunk_indices)
+    if G != H:
+        dq, dk = (y.unflatten(2, (G, H // G)).sum(3) for y in (dq, dk))
+    return dq, dk, dw, dg
+
+
+def chunks_of(borders: list[int]) -> list[tuple[int, int]]:
+    """The sequence of each chunk of packed sequences, and its number there."""
+    lengths = [b - a for a, b in itertools.pairwise(borders)]
+    return [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // CHUNK))]
+
+
+def drawn(sizes: tuple[int, int, int, int], borders: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of :func:`gradients` for sizes (G, H, K, V), of one row of packed sequences, on the CPU."""
+    (G, H, K, V), make, T = sizes, torch.Generator().manual_seed(0), borders[-1]
+    shapes = {"q": (G, K), "k": (G, K), "v": (H, V), "do": (H, V), "dv": (H, V), "w": (H, K)}
+    found = {name: torch.randn(1, T, *shape, generator=make).to(dtype) for name, shape in shapes.items()}
+    chunks = chunks_of(borders)
+    found |= {name: torch.randn(1, len(chunks), H, K, V, generator=make).to(dtype) for name in ("h", "dh")}
+    g = -torch.rand(1, T, H, generator=make) / 3
+    for n, i in chunks:
+        rows = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
+        g[:, rows] = g[:, rows].cumsum(1)
+    return found | {"g": g, "cu_seqlens": torch.tensor(borders), "chunk_indices": torch.tensor(chunks)}
+
+
+def definition(x: dict[str, Tensor], scale: float) -> list[Tensor]:
+    """What :func:`gradients` returns for what is :func:`drawn`, chunk by chunk in float64."""
+    (G, H), borders = (x[n].shape[2] for n in "qv"), x["cu_seqlens"].tolist()
+    each = {n: y[0].double() for n, y in x.items() if n not in ("cu_seqlens", "chunk_indices")}
+    q, k = (each[n].repeat_interleave(H // G, 1) for n in "qk")
+    dq, dk, dw, dg = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(each["g"])
+    for chunk, (n, i) in enumerate(x["chunk_indices"].tolist()):
+        at = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
+        h, dh, c = each["h"][chunk], each["dh"][chunk], each["g"][at]  # [H, K, V], [t, H]
+        seen = torch.ones(len(c), len(c), dtype=torch.bool, device=c.device).tril()[..., None]
+        weights = torch.where(seen, (c[:, None] - c[None]).clamp(max=0).exp2(), 0.0)  # [t, s, H]
+        of_pair = torch.einsum("thv,shv->tsh", each["do"][at], each["v"][at]) * weights * scale
+        rows = torch.einsum("thv,hkv->thk", each["do"][at], h) * c.exp2()[..., None] * scale
+        keys = torch.einsum("shv,hkv->shk", each["v"][at], dh) * (c[-1] - c).exp2()[..., None]
+        rows += torch.einsum("tsh,shk->thk", of_pair, k[at])
+        near = torch.einsum("tsh,thk->shk", of_pair, q[at])
+        dq[at], dk[at] = rows, keys + near
+        dw[at] = -torch.einsum("thv,hkv->thk", each["dv"][at], h)
+        dg[at] = (q[at] * rows - k[at] * (keys + near)).sum(-1)
+        dg[at][-1] += (k[at] * keys).sum((0, 2)) + (h * dh).sum((1, 2)) * c[-1].exp2()
+    return [*(y.unflatten(1, (G, H // G)).sum(2)[None] for y in (dq, dk)), dw[None], dg[None]]
+
+
+@functools.cache
+@torch.no_grad()
+def proven(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel agrees with its definition for heads of K and V channels here, packed and not; else a line is
+    logged."""
+    for borders in ([0, 5, 71, 199], [0, 130]):
+        given = drawn((2, 2, K, V), borders, dtype)
+        x = {name: y.to(device) for name, y in given.items()}
+        packed = x if len(borders) > 2 else x | {"cu_seqlens": None, "chunk_indices": None}
+        for got, want in zip(gradients(**packed, scale=0.3), definition(given, 0.3), strict=True):
+            if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
+                logger.warning(
+                    "the backward kernel of a gated delta rule is miscompiled here for K=%d, V=%d: "
+                    "flash-linear-attention's kernels with a decay per channel run instead", K, V,
+                )  # fmt: skip
+                return False
+    return True
+
+
+@functools.cache
+def register() -> bool:
+    """Give the library the kernel; False where it takes none: by the owner's wish, or as its release cannot."""
+    try:
+        backends: Any = importlib.import_module("fla.backends")
+        importlib.import_module("fla.ops.common.backends")
+    except ImportError:
+        return False
+    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        return False
+
+    class Backend(backends.BaseBackend):  # type: ignore[misc]
+        backend_type, priority = NAME, 9  # behind all others
+
+        def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
+            return verified(**given)
+
+        def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return gradients(**given)
+
+    backends.register("common")(Backend)
+    return True
