@@ -62,6 +62,8 @@ class Fragments:
         rows = sorted(Fragment(*map(int, row)) for row in table)
         rows = [row for row in rows if row.size]
         borders = _borders(rows[-1].stop if tokens is None and rows else tokens)
+        if borders[-1] < ranks:
+            raise ValueError(f"tokens: expected at least one for each of {ranks} ranks, got {borders[-1]}")
         at = 0
         for row in rows:
             if row.start != at or row.stop < row.start:

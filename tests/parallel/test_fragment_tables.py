@@ -40,6 +40,8 @@ def test_balanced_fragments_share_out_the_work(work, ranks):
         (lambda: Fragments.of([(0, 4, 0), (5, 9, 1)], 2), "table: expected a fragment from token 4 on, got (5, 9, 1)"),
         (lambda: Fragments.of([(0, 4, 0), (3, 9, 1)], 2), "table: expected a fragment from token 4 on, got (3, 9, 1)"),
         (lambda: Fragments.of([(0, 4, 0), (4, 9, 2)], 2), "table: expected ranks from 0 to 1, got (4, 9, 2)"),
+        (lambda: Fragments.zigzag(3, 4), "tokens: expected at least one for each of 4 ranks, got 3"),
+        (lambda: Fragments.balanced([1, 1], 4, 3), "tokens: expected at least one for each of 4 ranks, got 3"),
         (lambda: Fragments.of([(0, 9, 0)], 2), "table: expected tokens for each of 2 ranks, got none for rank 1"),
         (lambda: Fragments.of([(0, 9, 0)], 1, 8), "table: expected fragments of all 8 tokens, got 9"),
         (lambda: Fragments.contiguous([0, 5, 3], 2), "tokens: expected a number above 0, or borders that rise from 0"),
