@@ -50,7 +50,9 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]] = (), only: Sequence[str] =
     """Measure every way of every shape, in each of the processes; the first writes what came out."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     backend = "nccl" if dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, device_id=torch.device("cuda", rank), **alone)
     try:

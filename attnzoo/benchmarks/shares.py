@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from attnzoo import Gate, Prune, get
 from attnzoo.benchmarks.context import EPS, SHAPES, both, inputs, timed
 from attnzoo.benchmarks.measure import Result, describe_versions, headline, markdown_table, relative, save
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.parallel import Fragments
 
@@ -78,7 +79,7 @@ def fragment(leaves: Sequence[Tensor], do: Tensor, start: int, stop: int, **opti
     """The output of the rows from ``start`` to ``stop``, and the gradients of q, of k, v and the gates up to them."""
     firsts = (start, 0, 0, 0)
     q, k, v, g = (x[:, a:stop].detach().requires_grad_() for x, a in zip(leaves, firsts, strict=True))
-    forms = get("fox").form_set
+    forms = cast(AdditiveForms, get("fox").form_set)
     cache = KVCache(k[:, :start], v[:, :start], g[:, :start]) if start else None
     rows = (q, k[:, start:], v[:, start:], Gate(log_decay=g[:, start:]))
     o = forms.go_on("triton", *rows, cache, forms.OPTIONS(**options))[0]
