@@ -39,6 +39,8 @@ from attnzoo.data import build_data, heldout_windows
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.experiments.experiment import find, find_size
 from attnzoo.experiments.plan import Schedule
+from attnzoo.forms.protocol import Call
+from attnzoo.layer import dispatch
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 from attnzoo.training import load_run, train
@@ -59,20 +61,22 @@ def search_share(pruned: Mapping[str, float], plain: Mapping[str, float]) -> flo
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, float]:
-    """The microseconds of each kernel that a call runs on a GPU, by its name; the third call counts."""
+    """The microseconds of each kernel that a call runs on a GPU, or of each operation on a CPU, by name; the third call
+    counts."""
     from torch.profiler import ProfilerActivity, profile
 
+    on_gpu = torch.cuda.is_available()
+    kind, wait = (
+        (ProfilerActivity.CUDA, torch.cuda.synchronize) if on_gpu else (ProfilerActivity.CPU, time.perf_counter)
+    )
     for _ in range(2):  # the first compiles
         call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+    wait()
+    with profile(activities=[kind]) as taken:
         call()
-        torch.cuda.synchronize()
-    times: Counter[str] = Counter()
-    for event in taken.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name] += event.device_time_total
-    return dict(times)
+        wait()
+    of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return {row.key: float(getattr(row, of)) for row in taken.key_averages() if getattr(row, of) > 0}
 
 
 def attention_times(model: nn.Module, tokens: torch.Tensor) -> Result:
@@ -80,16 +84,16 @@ def attention_times(model: nn.Module, tokens: torch.Tensor) -> Result:
     the search's share of the latter."""
 
     def measure(layer: Attention, core: Projected) -> tuple[dict[str, float], dict[str, float]]:
-        form, options = layer.variant.forms["parallel"], layer.core_options
         bound = layer.logit_bound(core.q.dtype)
 
-        def call(prune: Prune | None) -> object:
-            limits = {} if prune is None else {"logit_bound": bound}
-            return form(core.q, core.k, core.v, core.gate, **options, prune=prune, impl="auto", **limits)
+        def attend(prune: Prune | None) -> object:
+            options = replace(layer.step_options(None if prune is None else bound), prune=prune)
+            call = Call(core.q, core.k, core.v, core.gate, None, False, options)
+            return dispatch.run(layer.variant, dispatch.choose(layer.variant, layer.impl, call), call)
 
-        return kernel_times(lambda: call(Prune())), kernel_times(lambda: call(None))
+        return kernel_times(lambda: attend(Prune())), kernel_times(lambda: attend(None))
 
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(tokens.device.type, torch.bfloat16):
         layers = [times for _, times in each_layer(model, tokens, measure)]
     pruned, plain = (sum((Counter(times) for times in kind), Counter()) for kind in zip(*layers, strict=True))
     share = search_share(pruned, plain)
@@ -133,14 +137,13 @@ def measured(
 
 
 def describe(learned: Path, config: TrainConfig) -> Result:
-    """The number of weights beside the embeddings, and on a GPU :func:`attention_times` on held-out text."""
+    """The number of weights beside the embeddings, and :func:`attention_times` on held-out text."""
     model, _ = load_run(learned, "cpu" if config.device == "cpu" else "cuda")
     weights = sum(p.numel() for p in model.parameters()) - 2 * config.model.vocab_size * config.model.hidden_size
-    if config.device == "cpu":
-        return {"weights": weights}
     T = config.data.context_length
     text: Any = build_data(config.data).heldout
-    return {"weights": weights, **attention_times(model, torch.from_numpy(heldout_windows(text, T, T))[0, :-1])}
+    window = torch.from_numpy(heldout_windows(text, T, T))[0, :-1].to(next(model.parameters()).device)
+    return {"weights": weights, **attention_times(model, window)}
 
 
 def table(result: Result) -> str:

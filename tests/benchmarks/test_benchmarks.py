@@ -95,6 +95,7 @@ def test_training_with_pruning_is_timed_from_weights_that_learned_in_the_shortes
     rows = json.loads((tmp_path / "speed/results.json").read_text())["rows"]
     assert [len(row[kind]) for row in rows for kind in ("plain", "pruned")] == [4] * 6
     assert all(row["learned"] == 2 and row["kept"] == 1.0 for row in rows)  # a context of one block
+    assert all(0 < row["search"] < 1 and row["plain_ms"] > 0 for row in rows)
     assert (tmp_path / "speed/results.md").read_text().count("| 1 x 64 |") == 3
 
 
