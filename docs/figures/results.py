@@ -107,12 +107,27 @@ def with_claims(page: str) -> str:
         "*undecided* in the records, to which each mark leads. Where a column has several marks, they are of several "
         "sizes, the smallest first."
     )
+    parts.append(without_a_gpu())
     for question, experiments in QUESTIONS.items():
         parts += [f"### {question}", claims(experiments)]
     parts.append("## A picture of each")
     for experiments in QUESTIONS.values():
         parts += [part for name in experiments for part in _pictures(name)]
     return "\n\n".join(parts) + "\n"
+
+
+def without_a_gpu() -> str:
+    """A sentence that names the experiments, and the sizes of others, of which there is no record of a GPU."""
+    never, sizes = [], []
+    for name in (name for experiments in QUESTIONS.values() for name in experiments):
+        known = {each.size for each in find(name).measured}
+        waiting = [size for size in find(name).sizes if size.startswith("gpu") and size not in known]
+        waiting = [size for size in waiting if size != "gpu-rehearsal"]
+        if not any(size.startswith("gpu") for size in known):
+            never.append(f"`{name}`")
+        elif waiting:
+            sizes.append(f"`{name}` at {', '.join(f'`{size}`' for size in waiting)}")
+    return f"**Not yet run on a GPU**: {', '.join(never)}; of others the sizes {'; '.join(sizes)}."
 
 
 def claims(experiments: tuple[str, ...]) -> str:
