@@ -35,8 +35,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     class BaseBackend:
         priority = 5
 
-    def register(operation: str) -> Callable[[Any], Any]:
-        return lambda backend: found.append((operation, backend)) or backend
+    def register(operation: str) -> Callable[[Any], None]:
+        return lambda backend: found.append((operation, backend))
 
     backends.BaseBackend, backends.register = BaseBackend, register
     for name, module in (("fla", types.ModuleType("fla")), ("fla.backends", backends)):

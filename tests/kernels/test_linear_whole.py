@@ -129,7 +129,8 @@ def assert_no_more_error_than_the_parts(attn: Attention, monkeypatch: pytest.Mon
     """Beside float64 from tokens, products with weights and rotations in their precision, which both of them share."""
     kind, rounded = attn.o_proj.weight.dtype, copy.deepcopy(attn)
     rounded.register_forward_pre_hook(lambda _, given: (given[0].to(kind).double(),))
-    for module in rounded.modules():
+    modules: list[Any] = list(rounded.modules())
+    for module in modules:
         if type(module) is GateAffine:
             module.__class__, module.kind = RoundedMap, kind
         if type(module) is torch.nn.Linear and module is not rounded.o_proj:

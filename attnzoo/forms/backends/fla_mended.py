@@ -103,9 +103,10 @@ def proven(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     logged."""
     for borders in ([0, 5, 71, 199], [0, 130]):
         given = drawn((2, 2, K, V), borders, dtype)
-        x = {name: y.to(device) for name, y in given.items()}
-        packed = x if len(borders) > 2 else x | {"cu_seqlens": None, "chunk_indices": None}
-        for got, want in zip(gradients(**packed, scale=0.3), definition(given, 0.3), strict=True):
+        x: dict[str, Any] = {name: y.to(device) for name, y in given.items()}
+        if len(borders) == 2:
+            x |= {"cu_seqlens": None, "chunk_indices": None}
+        for got, want in zip(gradients(**x, scale=0.3), definition(given, 0.3), strict=True):
             if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
                 logger.warning(
                     "the backward kernel of a gated delta rule is miscompiled here for K=%d, V=%d: "

@@ -38,6 +38,8 @@ TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "chunk_scaled_dot_kkt_fwd_kernel": {**FOUR, "BK": (64,)},
     "merge_16x16_to_64x64_inverse_kernel": TWO,
     "recompute_w_u_fwd_kernel": FOUR,
+    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": {**TWO, "BK": (64,)},
+    "prepare_wy_repr_bwd_kernel": FOUR,
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {**FOUR, "BV": (32,)},
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {**FOUR, "BV": (32,)},
     "chunk_gla_fwd_A_kernel_intra_sub_inter": {**TWO, "BK": (64,)},
