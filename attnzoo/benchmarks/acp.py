@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from attnzoo.data import build_data, heldout_windows
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.experiments.experiment import find, find_size
 from attnzoo.experiments.plan import Schedule
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.layer import dispatch
 from attnzoo.layer.attention import Attention
@@ -87,7 +88,8 @@ def attention_times(model: nn.Module, tokens: torch.Tensor) -> Result:
         bound = layer.logit_bound(core.q.dtype)
 
         def attend(prune: Prune | None) -> object:
-            options = replace(layer.step_options(None if prune is None else bound), prune=prune)
+            given = cast(SoftmaxOptions, layer.step_options(None if prune is None else bound))
+            options = replace(given, prune=prune)
             call = Call(core.q, core.k, core.v, core.gate, None, False, options)
             return dispatch.run(layer.variant, dispatch.choose(layer.variant, layer.impl, call), call)
 

@@ -208,17 +208,12 @@ def bias_of(state: KVCache, borders: Tensor | None = None) -> Tensor:
     if g is None:
         bias = state.k.new_zeros(*state.k.shape[:2], 1, dtype=dtype)
     else:
-        sums = sums_of(g.clamp(min=CLOSED_AS).to(dtype))
+        sums = running_sum(g.clamp(min=CLOSED_AS).to(dtype), 1)
         first, last = at_ends(sums.detach(), borders)
         bias = (first + last) / 2 - sums
     if state.valid is None:
         return bias
     return bias.where(state.valid[..., None], bias.detach().amin(1, keepdim=True) - HIDDEN)
-
-
-def sums_of(x: Tensor) -> Tensor:
-    """The running sums of ``x [B, S, H]`` over its tokens; along an inner axis PyTorch's scan is one thread a head."""
-    return running_sum(x.mT, 2).mT
 
 
 def at_ends(sums: Tensor, borders: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -234,7 +229,7 @@ def totals(x: Tensor, borders: Tensor | None) -> Tensor:
     """The sum of ``x [B, S, H]`` over each token's sequence, ``[B, S or 1, H]``."""
     if borders is None:
         return x.sum(1, keepdim=True)
-    first, last = at_ends(sums_of(x), borders)
+    first, last = at_ends(running_sum(x, 1), borders)
     return last - first
 
 
