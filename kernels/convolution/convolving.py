@@ -1,7 +1,7 @@
 """The kernels: a program goes over BT tokens of BX channels one by one, and keeps the window in registers.
 
 The tokens k before the present one and what their gradients have so far are b_x1, b_d1 and so on; windows of fewer than
-four tokens have weights of 0 there. Rows are loaded two tokens ahead, as a program has little else to do meanwhile.
+four tokens leave those out. Rows are loaded two tokens ahead, as a program has little else to do meanwhile.
 """
 
 from __future__ import annotations
@@ -54,6 +54,19 @@ def _earlier(p_x, p_before, i_t, i_first, T, o_x, m_x, stride_t, stride_bt, SIZE
     return b_x
 
 
+@triton.jit
+def _weighed(b_z, b_w0, b_w1, b_w2, b_w3, b_x0, b_x1, b_x2, b_x3, SIZE: tl.constexpr):
+    """The bias plus the weighed tokens of the window and no others, as 0 times inf is NaN. # [BX] float32"""
+    b_z += b_w0 * b_x0
+    if SIZE > 1:
+        b_z += b_w1 * b_x1
+    if SIZE > 2:
+        b_z += b_w2 * b_x2
+    if SIZE > 3:
+        b_z += b_w3 * b_x3
+    return b_z
+
+
 @launched
 @triton.jit(do_not_specialize=["T", "NT", "N", "STEPS"])
 def causal_convolution_kernel(
@@ -90,7 +103,7 @@ def causal_convolution_kernel(
             b_x1 = tl.where(i_t - 1 >= i_first, b_x1, 0.0)
             b_x2 = tl.where(i_t - 2 >= i_first, b_x2, 0.0)
             b_x3 = tl.where(i_t - 3 >= i_first, b_x3, 0.0)
-        b_z = b_bias + b_w0 * b_x0 + b_w1 * b_x1 + b_w2 * b_x2 + b_w3 * b_x3
+        b_z = _weighed(b_bias, b_w0, b_w1, b_w2, b_w3, b_x0, b_x1, b_x2, b_x3, SIZE)
         if SILU:
             b_z *= tl.sigmoid(b_z)
         tl.store(p_y + i_t.to(tl.int64) * X + o_x, b_z.to(p_y.dtype.element_ty), mask=m_x & (i_t < T))
@@ -140,7 +153,7 @@ def causal_convolution_bwd_kernel(
             b_x2 = tl.where(i_t - 2 >= i_first, b_x2, 0.0)
             b_x3 = tl.where(i_t - 3 >= i_first, b_x3, 0.0)
         if SILU:
-            b_z = b_bias + b_w0 * b_x0 + b_w1 * b_x1 + b_w2 * b_x2 + b_w3 * b_x3
+            b_z = _weighed(b_bias, b_w0, b_w1, b_w2, b_w3, b_x0, b_x1, b_x2, b_x3, SIZE)
             b_open = tl.sigmoid(b_z)
             b_dz *= b_open * (1.0 + b_z * (1.0 - b_open))
         b_own = tl.where(i < BT, b_dz, 0.0)  # the rest is another program's
@@ -149,9 +162,9 @@ def causal_convolution_bwd_kernel(
         b_s2 += b_own * b_x2
         b_s3 += b_own * b_x3
         b_sum += b_own
-        b_dx = b_d3 + b_w3 * tl.where(i_t - 3 >= i_first - 3 * BEFORE, b_dz, 0.0)
-        b_d3 = b_d2 + b_w2 * tl.where(i_t - 2 >= i_first - 3 * BEFORE, b_dz, 0.0)
-        b_d2 = b_d1 + b_w1 * tl.where(i_t - 1 >= i_first - 3 * BEFORE, b_dz, 0.0)
+        b_dx = b_d3 + b_w3 * tl.where((i_t - 3 >= i_first - 3 * BEFORE) & (SIZE > 3), b_dz, 0.0)
+        b_d3 = b_d2 + b_w2 * tl.where((i_t - 2 >= i_first - 3 * BEFORE) & (SIZE > 2), b_dz, 0.0)
+        b_d2 = b_d1 + b_w1 * tl.where((i_t - 1 >= i_first - 3 * BEFORE) & (SIZE > 1), b_dz, 0.0)
         b_d1 = b_w0 * b_dz
         b_x3, b_x2, b_x1 = b_x2, b_x1, b_x0
         i_d = i_t - 3

@@ -68,6 +68,19 @@ def test_pieces_one_after_another_give_the_whole() -> None:
     assert torch.equal(torch.cat(pieces, 1), causal_convolution(x, weight, silu=True))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_not_finite_reaches_no_token_beyond_the_window(size: int) -> None:
+    x, weight = drawn((1, 9, 4), (4, size))
+    assert x is not None
+    assert weight is not None
+    x[0, 3] = torch.inf
+    y = causal_convolution(x.requires_grad_(), weight)
+    assert (~y.isfinite()).any(-1)[0].nonzero()[:, 0].tolist() == list(range(3, 3 + size))
+    dy = torch.ones_like(y).index_fill(1, torch.tensor([5], device=DEVICE), torch.inf)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert (~dx.isfinite()).any(-1)[0].nonzero()[:, 0].tolist() == list(range(6 - size, 6))
+
+
 def test_a_slice_of_a_projection_is_read_where_it_lies() -> None:
     whole, weight = drawn((2, 20, 3 * 16), (16, 4))
     assert whole is not None
