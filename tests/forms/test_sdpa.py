@@ -128,6 +128,14 @@ def test_gradients_of_gates_stay_within_their_sequence(monkeypatch: pytest.Monke
     torch.testing.assert_close(*found, rtol=0, atol=1e-6 * float(found[0].abs().max()))
 
 
+def test_gradients_too_small_to_be_seen_beside_another_sequences_stay_small() -> None:
+    x, borders = torch.zeros(1, 6, 1, dtype=torch.float64, requires_grad=True), torch.tensor([0, 2, 6])
+    dy = torch.tensor([1, -1, 1e-25, 1e-25, -1e-25, 5e-26], dtype=torch.bfloat16)[None, :, None]
+    parts = sdpa.Channels.apply(x, dy.dtype, 3, borders)  # type: ignore[no-untyped-call]
+    (dx,) = torch.autograd.grad(parts, x, dy[..., None].expand(parts.shape))
+    assert (dx.abs() <= 2 * dy.abs()).all()
+
+
 def test_the_ragged_kernel_of_this_pytorch_takes_the_call() -> None:
     """Names and shapes alone, as it runs on CUDA."""
     kernel = ragged_kernel()
