@@ -13,13 +13,12 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m p
 EXTRAS ?= dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: duality figures help install demo small test test-rest test-quick test-gpu test-long test-transformers transformers-install test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: duality figures help install demo small test test-quick test-gpu test-long test-transformers transformers-install test-vllm test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
 	@echo "make small      train two small pairs on a GPU, which attnzoo then finds by name"
 	@echo "make test       run the tests"
-	@echo "make test-rest  run the tests but for files that test-transformers runs, too"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
 	@echo "make test-transformers what uses transformers, on the oldest and on the newest release that are supported"
@@ -54,11 +53,7 @@ small: install
 
 test: install
 	$(BIN)/python -c 'import lm_eval, pyarrow, zarr, zstandard'  # without them their tests would be skipped
-	$(PYTEST) --ignore=tests/docs $(APART)
-
-# what is left of `make test` where `make test-transformers` runs, too
-test-rest: APART = $(addprefix --ignore=,$(filter %.py,$(WITH_TRANSFORMERS)))
-test-rest: test
+	$(PYTEST) --ignore=tests/docs
 
 QUICK = tests/house/test_architecture.py tests/house/test_registry.py tests/algebra/test_gate.py tests/algebra/test_pruning.py \
 	tests/forms/test_forms.py tests/forms/test_reductions.py tests/models/test_model.py tests/data/test_data.py \
