@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 WIDEST = 2**20  # channels or heads, of which no layer has so many: a number beyond is a mistake
@@ -61,17 +62,31 @@ class UnknownKeyError(ValueError, KeyError):
 def nearest(name: object, options: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The option closest in spelling to `name` (case does not count), or None when none is close.
 
-    `cutoff` is the least share of letters that both have in common, in order (`difflib`).
+    `cutoff` is the least share of letters that both have in common, in order (`difflib`). Of options that are equally
+    close it is the first.
     """
-    by_fold = {option.casefold(): option for option in options}
-    close = difflib.get_close_matches(str(name).casefold(), by_fold, n=1, cutoff=cutoff)
-    return by_fold[close[0]] if close else None
+    matcher = difflib.SequenceMatcher(b=str(name).casefold())
+    best, found = cutoff, None
+    for option in options:
+        matcher.set_seq1(option.casefold())
+        if matcher.ratio() >= best and (found is None or matcher.ratio() > best):
+            best, found = matcher.ratio(), option
+    return found
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str:
     """The end of a message about a `name`, which offers the nearest option; empty where none is close."""
     close = nearest(name, options)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def did_you_mean_path(path: str | Path, names: Iterable[str] = ()) -> str:
+    """The end of a message about a `path` where nothing is, which offers the nearest of `names` and of what lies beside
+    it; empty where none is close. Names of files are compared without their suffix."""
+    beside = {found.stem: str(found) for found in sorted(Path(path).parent.glob("*"))}
+    options = {name: name for name in names} | beside
+    close = nearest(Path(path).stem, options)
+    return f"; did you mean {options[close]!r}?" if close else ""
 
 
 def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:

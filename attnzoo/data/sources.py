@@ -18,7 +18,7 @@ from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.tasks import TASKS, Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Joined, Mixture, Starts, Tokens, TokenWindows, Windows
-from attnzoo.errors import did_you_mean
+from attnzoo.errors import did_you_mean_path
 from attnzoo.files import digest, remembered_digest
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def _read(source: str, config: DataConfig) -> _Source:
     path = Path(source)
     if not path.exists():
         meant = f"{TASK}{source}" if source in TASKS else source
-        hint = did_you_mean(meant, ["stdlib", *(f"{TASK}{name}" for name in TASKS)])
+        hint = did_you_mean_path(meant, ["stdlib", *(f"{TASK}{name}" for name in TASKS)])
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
     if path.is_dir() and is_shards(path):
         return _read_folder(source)

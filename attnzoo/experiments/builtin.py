@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import did_you_mean
+from attnzoo.errors import did_you_mean_path
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -49,5 +49,5 @@ def find_config(config: str | Path, command: str, also: Sequence[str] = ()) -> P
     or_preset = ", or a preset (`attnzoo list --presets`)" if names else ""
     raise FileNotFoundError(
         f"no configuration file {str(config)!r}, and none of that name is built in: expected a path or one of "
-        f"{', '.join([*known, *also])}{or_preset}" + did_you_mean(Path(config).stem, [*known, *names, *also])
+        f"{', '.join([*known, *also])}{or_preset}" + did_you_mean_path(config, [*known, *names, *also])
     )

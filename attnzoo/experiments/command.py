@@ -72,7 +72,8 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
         click.echo(textwrap.fill(f"- {line}", 100, subsequent_indent="  "))
     for result in found.measured:
         tried = f"; {result.tried}" if result.tried else ""
-        click.echo(f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}{tried}")
+        line = f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}{tried}"
+        click.echo(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
     if not found.measured:
         click.echo("not yet run")
 

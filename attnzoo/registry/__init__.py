@@ -19,7 +19,7 @@ from attnzoo.algebra.gate import declare, undeclare
 from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
-from attnzoo.errors import UnavailableError, nearest, unknown
+from attnzoo.errors import UnavailableError, did_you_mean_path, nearest, unknown
 from attnzoo.files import run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.parallel.attention import shared
@@ -330,7 +330,7 @@ def from_file(file: str | Path) -> tuple[str, ...]:
     if path not in _files:
         if not path.is_file():
             close = None if str(file).endswith(".py") else nearest(file, [*list_variants(), *list_variants("other")])
-            hint = f"; did you mean `attnzoo show {close}`?" if close else ""
+            hint = f"; did you mean `attnzoo show {close}`?" if close else did_you_mean_path(file)
             raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none{hint}")
         before = {*pairs(), *list_variants("other")}
         if str(path.parent) not in sys.path:

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from attnzoo import build_attention, get, list_variants
+from attnzoo.data.config import DataConfig
+from attnzoo.data.sources import build_data
 from attnzoo.errors import nearest, unknown
+from attnzoo.experiments.builtin import find_config
+from attnzoo.registry import from_file
 from attnzoo.registry.table import KNOWN_AS, OUTSIDE
 from attnzoo.samples import random_inputs
+from attnzoo.trained.model import load_trained
 
 
 @pytest.mark.parametrize("name", [None, 1, [], {}])
@@ -77,6 +82,34 @@ def test_nearest_ignores_case_and_gives_up_when_far() -> None:
     assert nearest("PATH", ["path", "fox"]) == "path"
     assert nearest("qqq", ["path", "fox"]) is None
     assert nearest(None, []) is None
+
+
+def test_nearest_of_equally_close_options_is_the_first() -> None:
+    assert nearest("mamba", ["fox", "mamba2", "mamba3"]) == "mamba2"
+    assert nearest("mamba", ["fox", "mamba3", "mamba2"]) == "mamba3"
+
+
+def test_a_path_where_nothing_is_leads_to_the_nearest_beside_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/first", "runs/rope", "texts"):
+        Path(folder).mkdir(parents=True)
+    for file in ("first.yaml", "sandwich.py"):
+        Path(file).touch()
+    for ask, given, meant in (
+        (lambda given: find_config(given, "train"), "frist.yaml", "first.yaml"),
+        (lambda given: find_config(given, "train"), "first.yml", "first.yaml"),
+        (lambda given: find_config(given, "train"), "tinny.yaml", "tiny"),
+        (from_file, "sandwhich.py", "sandwich.py"),
+        (load_trained, "runs/frist", "runs/first"),
+        (load_trained, "fox-smal", "fox-small"),
+        (lambda given: build_data(DataConfig(source=given)), "textss", "texts"),
+    ):
+        with pytest.raises(FileNotFoundError) as error:
+            ask(given)
+        assert str(error.value).endswith(f"; did you mean {meant!r}?"), error.value
+    with pytest.raises(FileNotFoundError) as error:
+        find_config("elsewhere/qqqq.yaml", "train")
+    assert "did you mean" not in str(error.value)
 
 
 def test_unknown_with_no_options_says_so() -> None:
