@@ -83,7 +83,7 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
 def did_you_mean_path(path: str | Path, names: Iterable[str] = ()) -> str:
     """The end of a message about a `path` where nothing is, which offers the nearest of `names` and of what lies beside
     it; empty where none is close. Names of files are compared without their suffix."""
-    beside = {found.stem: str(found) for found in sorted(Path(path).parent.glob("*"))}
+    beside = {found.stem: str(found) for found in sorted(Path(path).parent.glob("*")) if found != Path(path)}
     options = {name: name for name in names} | beside
     close = nearest(Path(path).stem, options)
     return f"; did you mean {options[close]!r}?" if close else ""

@@ -18,6 +18,7 @@ from attnzoo.registry import from_file
 from attnzoo.registry.table import KNOWN_AS, OUTSIDE
 from attnzoo.samples import random_inputs
 from attnzoo.trained.model import load_trained
+from attnzoo.training import load_run, read_metrics
 
 
 @pytest.mark.parametrize("name", [None, 1, [], {}])
@@ -102,14 +103,17 @@ def test_a_path_where_nothing_is_leads_to_the_nearest_beside_it(tmp_path: Path, 
         (from_file, "sandwhich.py", "sandwich.py"),
         (load_trained, "runs/frist", "runs/first"),
         (load_trained, "fox-smal", "fox-small"),
+        (read_metrics, "runs/frist", "runs/first"),
+        (load_run, "runs/rop", "runs/rope"),
         (lambda given: build_data(DataConfig(source=given)), "textss", "texts"),
     ):
         with pytest.raises(FileNotFoundError) as error:
             ask(given)
         assert str(error.value).endswith(f"; did you mean {meant!r}?"), error.value
-    with pytest.raises(FileNotFoundError) as error:
-        find_config("elsewhere/qqqq.yaml", "train")
-    assert "did you mean" not in str(error.value)
+    for far in ("elsewhere/qqqq.yaml", "runs", "texts"):  # a folder is not offered in its own place
+        with pytest.raises(FileNotFoundError) as error:
+            find_config(far, "compare")
+        assert "did you mean" not in str(error.value)
 
 
 def test_unknown_with_no_options_says_so() -> None:
