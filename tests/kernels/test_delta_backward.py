@@ -66,6 +66,12 @@ def test_an_owner_who_wants_no_other_kernels_gets_none(registered: list[Any], mo
     assert not registered
 
 
+def test_the_proof_does_not_depend_on_the_default_device() -> None:
+    fla_mended.proven.cache_clear()
+    with torch.device("meta"):
+        assert fla_mended.proven(16, 16, torch.float16, torch.device(DEVICE))
+
+
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
 def test_a_kernel_is_taken_where_it_agrees_with_its_definition(
     wrong: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
