@@ -32,6 +32,7 @@ OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_l
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
         ({"model_type": "samba-project_fox"}, "'samba-project_fox' is not supported: its Mamba layers"),
+        ({"model_type": "attnzoo"}, "it is a model of this library already; .*generate FOLDER.*start_from=FOLDER"),
         ({"model_type": "gdn2"}, "'gdn2' is not supported: it erases by a gate per channel .*'rwkv7' load"),
         (OF_LAYERS | {"rope_theta": 10000.0}, "rope_theta: expected 500000.0 or a base for each kind .*, got 10000.0"),
         (

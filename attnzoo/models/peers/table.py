@@ -92,7 +92,7 @@ WITHOUT = {  # known kinds of models that have no mapping
     "phimoe": f"{EXPERTS}; 'phi3' loads",
     "phi3_v": f"{IMAGES}; 'phi3' loads",
     "phi4_multimodal": "it reads images and sounds, for which nothing here has a place; 'phi3' loads",
-    "attnzoo": "it is a model of this library already",
+    "attnzoo": "it is a model of this library already; `attnzoo generate FOLDER` reads it, start_from=FOLDER trains on",
 }
 
 
