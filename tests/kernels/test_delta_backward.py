@@ -69,7 +69,7 @@ def test_an_owner_who_wants_no_other_kernels_gets_none(registered: list[Any], mo
 def test_the_proof_does_not_depend_on_the_default_device() -> None:
     fla_mended.proven.cache_clear()
     with torch.device("meta"):
-        assert fla_mended.proven(16, 16, torch.float16, torch.device(DEVICE))
+        assert fla_mended.proven((1, 2, 16, 16), torch.float16, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
@@ -86,6 +86,6 @@ def test_a_kernel_is_taken_where_it_agrees_with_its_definition(
 
     monkeypatch.setattr(fla_mended, "gradients", spoiled)
     fla_mended.proven.cache_clear()
-    assert fla_mended.proven(16, 16, torch.float16, torch.device(DEVICE)) == (wrong is None)
-    assert ("is miscompiled here for K=16, V=16" in caplog.text) == (wrong is not None)
+    assert fla_mended.proven((1, 2, 16, 16), torch.float16, torch.device(DEVICE)) == (wrong is None)
+    assert ("is miscompiled here for G=1, H=2, K=16, V=16" in caplog.text) == (wrong is not None)
     fla_mended.proven.cache_clear()

@@ -300,7 +300,7 @@ def _detour(gate: Gate, q: Tensor) -> str:
 
 
 def _mended(q: Tensor, v: Tensor) -> bool:
-    return fla_mended.proven(q.shape[3], v.shape[3], q.dtype, q.device)
+    return fla_mended.proven(fla_mended.heads_of(q, v), q.dtype, q.device)
 
 
 def _goes_around(x: Prepared) -> bool:

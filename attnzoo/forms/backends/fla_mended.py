@@ -32,7 +32,7 @@ def verified(
         return False, "expected a gated delta rule"
     if state_v_first or chunk_size != 64 or q.dtype == torch.float32:
         return False, "expected states [K, V] of chunks of 64 tokens, and 16 bits"
-    if not proven(q.shape[-1], v.shape[-1], q.dtype, q.device):
+    if not proven(heads_of(q, v), q.dtype, q.device):
         return False, "expected a kernel that agrees with its definition"
     return True, None
 
@@ -96,22 +96,27 @@ def definition(x: dict[str, Tensor], scale: float) -> list[Tensor]:
     return [*(y.unflatten(1, (G, H // G)).sum(2)[None] for y in (dq, dk)), dw[None], dg[None]]
 
 
+def heads_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """The heads of q ``[B, T, G, K]`` and of v ``[B, T, H, V]`` with their channels: (G, H, K, V)."""
+    return q.shape[2], v.shape[2], q.shape[3], v.shape[3]
+
+
 @functools.cache
 @torch.no_grad()
-def proven(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel agrees with its definition for heads of K and V channels here, packed and not; else a line is
-    logged."""
+def proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel agrees with its definition for heads of sizes (G, H, K, V) here, packed and not; else a line
+    is logged."""
     for borders in ([0, 5, 71, 199], [0, 130]):
         with torch.device("cpu"):  # whatever the default device
-            given = drawn((2, 2, K, V), borders, dtype)
+            given = drawn(sizes, borders, dtype)
         x: dict[str, Any] = {name: y.to(device) for name, y in given.items()}
         if len(borders) == 2:
             x |= {"cu_seqlens": None, "chunk_indices": None}
         for got, want in zip(gradients(**x, scale=0.3), definition(given, 0.3), strict=True):
             if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
                 logger.warning(
-                    "the backward kernel of a gated delta rule is miscompiled here for K=%d, V=%d: "
-                    "flash-linear-attention's kernels with a decay per channel run instead", K, V,
+                    "the backward kernel of a gated delta rule is miscompiled here for G=%d, H=%d, K=%d, V=%d: "
+                    "flash-linear-attention's kernels with a decay per channel run instead", *sizes,
                 )  # fmt: skip
                 return False
     return True
