@@ -33,7 +33,8 @@ class Arm:
         after: an earlier arm with one learning rate, from whose run with the same seed its weights start.
         teacher: an arm that it comes after, directly or not, whose run with the same seed is its `teacher`.
         times: setting -> factor by which its value is that of the size, as `{"steps": 2}` for twice the steps.
-        at: size -> options of its layers at that size, which override ``options``.
+        at: size -> options of its layers at that size, which override ``options``; ``variant`` among them replaces the
+            variants.
     """
 
     name: str
@@ -48,7 +49,11 @@ class Arm:
 
     def options_at(self, size: str) -> dict[str, Any]:
         """The options of its layers at a size."""
-        return {**self.options, **self.at.get(size, {})}
+        return {**self.options, **{key: value for key, value in self.at.get(size, {}).items() if key != "variant"}}
+
+    def variant_at(self, size: str) -> Any:
+        """The variants of its layers at a size."""
+        return self.at.get(size, {}).get("variant", self.variant)
 
     def __post_init__(self) -> None:
         several(self, "settings", "lrs")
@@ -320,7 +325,7 @@ def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
     others = {} if size else arm.at
     elsewhere = [f"at size {name} {key}={value}" for name, own in others.items() for key, value in own.items()]
     times = [f"{factor:g} × {key}" for key, factor in arm.times.items()]
-    return ", ".join([str(arm.variant), *given, *arm.settings, *times, *rates, *after, *elsewhere])
+    return ", ".join([str(arm.variant_at(size)), *given, *arm.settings, *times, *rates, *after, *elsewhere])
 
 
 def cost_of(experiment: Experiment, name: str) -> str:

@@ -78,7 +78,7 @@ class Schedule:
         settings.setdefault("data", {})["seed"] = seed
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options_at(self.size)}
-        settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
+        settings["model"] = {**model, "attention": arm.variant_at(self.size), "attention_options": options}
         settings["output_dir"] = self._folder(arm, lr, seed) + ("-tried" if shorter else "")
         if arm.after:
             before = experiment.arm(arm.after)

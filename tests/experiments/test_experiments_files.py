@@ -70,3 +70,8 @@ def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, mon
         assert layer == str({"qk_norm": "l2", "window": window})
     assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
     assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
+    other = Arm("fox", "fox", at={"gpu": {"variant": "nope"}})
+    for size, variant in (("cpu", "fox"), ("gpu", "nope")):
+        config = Schedule("mine", size, Path("out"), 2).config(experiment, other, 0.1, 0)
+        assert {layer.name for layer in config.model.layers()} == {variant}
+        assert layers_of(experiment, other, size) == variant

@@ -25,6 +25,11 @@ def with_rows(sizes: dict[str, Size]) -> dict[str, Size]:
     return {name: replace(each, rows=64) for name, each in sizes.items()}
 
 
+def samba(near: dict[str, Any]) -> list[Any]:
+    """The layers of Samba, whose attention has options ``near``."""
+    return ["mamba2", {"name": "rope", "options": near}]
+
+
 def falls(arm: str) -> tuple[Value, Value]:
     """The values between which a loss falls, from the second quarter of the context to the last: lower, higher."""
     return Value(arm, BANDS.name, 1.0), Value(arm, BANDS.name, 0.5)
@@ -46,7 +51,7 @@ EXPERIMENT = Experiment(
         Arm("Transformer (LLaMA)", "rope", LLAMA),
         Arm("Transformer (Pro), window", "rope", {**PRO, **NEAR}, at=ON_CPU),
         Arm("Transformer (LLaMA), window", "rope", {**LLAMA, **NEAR}, at=ON_CPU),
-        Arm("Samba", ["mamba2", {"name": "rope", "options": NEAR}]),
+        Arm("Samba", samba(NEAR), at={"cpu": {"variant": samba(ON_CPU["cpu"])}}),
         Arm("Mamba-2", "mamba2"),
         Arm("DeltaNet", "deltanet"),
         Arm("HGRN2", "gla", {"block": "hgrn2"}),
