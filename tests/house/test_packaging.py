@@ -236,8 +236,11 @@ def test_import_is_quick_and_light_and_a_layer_runs_without_the_compiler(tmp_pat
         "    attnzoo.build_attention('fox', hidden_size=16, num_heads=2)(torch.randn(1, 4, 16))\n"
         "print('torch._dynamo' in sys.modules)"
     )
-    imported, compiler = python(code, tmp_path, ROOT).splitlines()
-    (start, between, end), modules = json.loads(imported)
+    for _ in range(2):  # the first import of a changed file compiles it
+        imported, compiler = python(code, tmp_path, ROOT).splitlines()
+        (start, between, end), modules = json.loads(imported)
+        if end - between < (between - start) / 3:
+            break
     assert end - between < (between - start) / 3
     assert not set(HEAVY) & set(modules)
     assert compiler == "False"
