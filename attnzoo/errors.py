@@ -89,6 +89,16 @@ def did_you_mean_path(path: str | Path, names: Iterable[str] = ()) -> str:
     return f"; did you mean {options[close]!r}?" if close else ""
 
 
+def no_run(folder: str | Path, file: str) -> FileNotFoundError:
+    """The error for a folder that holds no run, as its ``file`` is missing."""
+    return FileNotFoundError(f"no run in {str(folder)!r}: there is no {file}{did_you_mean_path(folder)}")
+
+
+def no_data(path: str | Path) -> FileNotFoundError:
+    """The error for texts at a path where nothing is."""
+    return FileNotFoundError(f"no data: there is no file or folder {str(path)!r}{did_you_mean_path(path)}")
+
+
 def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:
     """The error for a `name` that is not among `options`; the caller raises it.
 

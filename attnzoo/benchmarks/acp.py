@@ -67,13 +67,11 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_available()
-    kind, wait = (
-        (ProfilerActivity.CUDA, torch.cuda.synchronize) if on_gpu else (ProfilerActivity.CPU, time.perf_counter)
-    )
+    wait = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
     for _ in range(2):  # the first compiles
         call()
     wait()
-    with profile(activities=[kind]) as taken:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as taken:
         call()
         wait()
     of = "self_device_time_total" if on_gpu else "self_cpu_time_total"

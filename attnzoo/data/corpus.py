@@ -26,7 +26,7 @@ from attnzoo.data.config import check_pattern
 from attnzoo.data.markup import plain
 from attnzoo.data.texts import files_in, is_hidden, text_of, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
-from attnzoo.errors import did_you_mean, did_you_mean_path
+from attnzoo.errors import did_you_mean, no_data
 from attnzoo.files import check_free, parse_json, part_of, scratch_folder
 
 LINES = (".jsonl", ".ndjson")  # formats with a JSON document per line
@@ -255,7 +255,7 @@ def _documents(
     """Yield every document's name with its text or the error for which it is left out; archives by their members."""
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}{did_you_mean_path(path)}")
+            raise no_data(path)
         files = sorted(files_in(path)) if path.is_dir() else [path]
         root = path if path.is_dir() else path.parent
         place = path.resolve().name.lstrip(".") + "/" if len(paths) > 1 and path.is_dir() else ""

@@ -13,7 +13,7 @@ from attnzoo.data.order import drawn
 from attnzoo.data.tables import is_token_array, texts_of_rows, token_rows
 from attnzoo.data.texts import held_out_names, is_held_out, stdlib_files, text_files, text_of, whole_name
 from attnzoo.data.windows import Tokens
-from attnzoo.errors import did_you_mean_path
+from attnzoo.errors import no_data
 
 Row = TypeVar("Row")
 
@@ -112,7 +112,7 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
     read: dict[Path, str] = {}
     for path in paths:
         if not path.exists() and str(path) != "stdlib":
-            raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}{did_you_mean_path(path)}")
+            raise no_data(path)
         if path.is_file() and not path.stat().st_size:
             raise ValueError(f"no data in {str(path)!r}: the file is empty")
         if path.is_dir():

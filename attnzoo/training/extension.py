@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from attnzoo.errors import did_you_mean_path
+from attnzoo.errors import no_run
 from attnzoo.training.checkpoint import step_of, usable_checkpoint
 from attnzoo.training.config import Extension, TrainConfig
 from attnzoo.training.folder import config_of
@@ -33,7 +33,7 @@ def extend(
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
-        raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml{did_you_mean_path(run_dir)}")
+        raise no_run(run_dir, "config.yaml")
     checkpoint = usable_checkpoint(run_dir)
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")

@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.errors import did_you_mean_path
+from attnzoo.errors import no_run
 from attnzoo.files import damaged_name, write_whole
 from attnzoo.training.checkpoint import (
     CheckpointError,
@@ -246,7 +246,7 @@ def load_run(
 
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
-        raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml{did_you_mean_path(run_dir)}")
+        raise no_run(run_dir, "config.yaml")
     checkpoint = checkpoint or usable_checkpoint(run_dir, MODEL)
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from attnzoo.errors import did_you_mean_path
+from attnzoo.errors import no_run
 from attnzoo.files import damaged_name, parse_json, write_whole
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def read_metrics(run_dir: str | Path) -> list[Row]:
     """
     path = Path(run_dir) / FILE
     if not path.is_file():
-        raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no {FILE}{did_you_mean_path(run_dir)}")
+        raise no_run(run_dir, FILE)
     rows, wrong = _rows(path)
     if wrong:
         logger.warning(_complaint(path, wrong))
