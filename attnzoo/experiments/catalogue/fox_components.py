@@ -1,6 +1,6 @@
 """The rows of Table 3 of FoX's paper, its layer component by component, and the Transformer's in its Figure 11."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
 from attnzoo.experiments.claims import Value, below, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
     ),
     arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED, *WITH_ROPE),
     settings=PACKAGES,
-    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER},
+    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER},
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=(
         Expectation("FoX (Pro) is below Transformer (Pro), which is below FoX (LLaMA), and that below Transformer "

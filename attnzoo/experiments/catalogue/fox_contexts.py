@@ -1,6 +1,6 @@
 """Training contexts, short and long: Figures 6, 12 and 19 to 21 of FoX's paper."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
 from attnzoo.experiments.claims import All, Below, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -41,7 +41,7 @@ EXPERIMENT = Experiment(
     ),
     settings=PACKAGES,
     sizes={
-        "cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER,
+        "cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER,
     },
     probes=(Loss(), LossByPlace(factor=2), AddedByLength(factor=2)),
     expectations=(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
+from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
 from attnzoo.experiments.claims import All, AtMost, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -58,7 +58,7 @@ EXPERIMENT = Experiment(
     ),
     settings=PACKAGES,
     sizes=with_rows({
-        "cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=240), **LARGER,
+        "cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER,
     }),
     probes=(Loss(), BANDS, AddedByLength(factor=4), ReadAgain(lengths=(1.0, 4.0)), NEEDLE,
             Needle("needle at twice the context, wrong", 2.0)),

@@ -63,6 +63,7 @@ CPU = Size(
     lrs=(6e-3,), tokens=32768,
 )  # fmt: skip
 SHORT = size(128, 4, 200, 1e-3, 2e-3, 5e-3, tries=100)  # 13 million tokens and 0.8 million weights
+MIDDLE = size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=120)  # 62 million tokens and 3 million weights, as `pairs` at `gpu`
 LARGER = {"gpu-10m": size(384, 6, 3240, 2e-3), "gpu-25m": size(512, 8, 7500, 1e-3)}
 
 EXPERIMENT = Experiment(

@@ -9,7 +9,8 @@ from attnzoo.experiments.experiment import Arm, Expectation
 
 PRO = {"block": "pro"}  # FoX's own layer; that of every other variant is its default
 COPIED = Value("", "loss of a text read again", 1.0), Value("", "L(i)", 0.5)
-RECURRENT = tuple(linear for linear, _, _ in PAIRS)
+CONVOLVED = "mamba2", "deltanet", "gated_deltanet", "kda"  # whose layers have short convolutions
+PLAIN = tuple(linear for linear, _, _ in PAIRS if linear not in CONVOLVED)
 
 
 def copies(arm: str) -> Below:
@@ -35,9 +36,11 @@ EXPERIMENT = replace(
     expectations=(
         Expectation("In their own layers, too, what helps a recurrence helps its dual: the gains are correlated.", OURS,
                     Correlated(BASES, pairs(str), LOSS, PARTS, TEXT)),
-        Expectation("In its own layer each recurrence but linear attention learns to copy: a text costs half a nat "
-                    "less the second time.", "our own question, after `pairs`: in equal layers none did",
-                    All(tuple(map(copies, RECURRENT)))),
+        Expectation("A recurrence whose own layer has short convolutions learns to copy: a text costs half a nat less "
+                    "the second time.", "our own question, after `pairs`: in equal layers none did",
+                    All(tuple(map(copies, CONVOLVED)))),
+        Expectation("So do the other recurrences but linear attention.", "our own question, after `pairs`",
+                    All(tuple(map(copies, PLAIN)))),
         Expectation("So do the softmax sides.", "our own question, after `pairs`",
                     All(tuple(copies(softmax) for _, softmax, _ in PAIRS))),
         *(each for each in EQUAL.expectations if "open" not in each.text and not isinstance(each.claim, Correlated)),
