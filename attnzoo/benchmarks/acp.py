@@ -1,7 +1,7 @@
 """Training of FoX (Pro) with and without pruning by certificate: tokens a second, the share of blocks that is computed,
 and the search's share of the attention's time.
 
-    attnzoo bench acp [--size gpu-25m]... [KEY=VALUE]... [--learn 60] [--steps 6] [--repeats 4] [--seconds 500]
+    attnzoo bench acp [--size gpu-25m]... [KEY=VALUE]... [--learn 120] [--steps 20] [--repeats 4] [--seconds 500]
 
 Figure 2 and Table 4 of Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer" (2025), at the sizes
 of the experiment `acp_throughput` and with its text. A model of each size first learns for some steps in the shortest
@@ -78,17 +78,21 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
     return {row.key: float(getattr(row, of)) for row in taken.key_averages() if getattr(row, of) > 0}
 
 
-def attention_times(model: nn.Module, tokens: torch.Tensor) -> Result:
-    """The kernels' milliseconds of all layers' attention without gradients on one window ``[T]``, plain and pruned, and
-    the search's share of the latter."""
+def attention_times(model: nn.Module, tokens: torch.Tensor, batch: int) -> Result:
+    """The kernels' milliseconds of all layers' attention without gradients on one window ``[T]``, repeated to a batch,
+    plain and pruned, and the search's share of the latter."""
+
+    def batched(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(batch, *[1] * (x.dim() - 1))
 
     def measure(layer: Attention, core: Projected) -> tuple[dict[str, float], dict[str, float]]:
         bound = layer.logit_bound(core.q.dtype)
+        q, k, v = (batched(x) for x in (core.q, core.k, core.v))
 
         def attend(prune: Prune | None) -> object:
             given = cast(SoftmaxOptions, layer.step_options(None if prune is None else bound))
             options = replace(given, prune=prune)
-            call = Call(core.q, core.k, core.v, core.gate, None, False, options)
+            call = Call(q, k, v, core.gate.map(batched), None, False, options)
             return dispatch.run(layer.variant, dispatch.choose(layer.variant, layer.impl, call), call)
 
         return kernel_times(lambda: attend(Prune())), kernel_times(lambda: attend(None))
@@ -143,14 +147,14 @@ def describe(learned: Path, config: TrainConfig) -> Result:
     T = config.data.context_length
     text: Any = build_data(config.data).heldout
     window = torch.from_numpy(heldout_windows(text, T, T))[0, :-1].to(next(model.parameters()).device)
-    return {"weights": weights, **attention_times(model, window)}
+    return {"weights": weights, **attention_times(model, window, config.batch_size)}
 
 
 def table(result: Result) -> str:
     """The result as Markdown."""
     how = (
         f"bf16, compiled; medians of {result['repeats']} x {result['steps']} training steps. Attention: the kernels of "
-        "all layers on one window, forward. Search: its share of their time."
+        "all layers, forward, on a batch of one window. Search: its share of their time."
     )
 
     def cells(row: Result) -> list[str]:

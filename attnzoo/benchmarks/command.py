@@ -235,7 +235,7 @@ def gpt(
 @out("acp")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where to train.")
 @click.option("--learn", type=click.IntRange(min=2), default=120, show_default=True, help="Steps learned first.")
-@click.option("--steps", type=click.IntRange(min=1), default=6, show_default=True, help="Steps per measurement.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps per measurement.")
 @click.option("--repeats", type=click.IntRange(min=1), default=4, show_default=True, help="How often to measure.")
 @seconds(500)
 def acp(device: str, **options: Any) -> None:

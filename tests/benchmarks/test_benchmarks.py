@@ -6,23 +6,25 @@ import importlib
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import generate, gpt, host, measure
+from attnzoo.benchmarks import acp, generate, gpt, host, measure
 from attnzoo.benchmarks.acp import search_share
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
 from attnzoo.forms.backends import fla
 from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
 from attnzoo.training.start import start_from
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -102,6 +104,19 @@ def test_training_with_pruning_is_timed_from_weights_that_learned_in_the_shortes
 def test_the_search_is_what_runs_with_pruning_alone() -> None:
     assert search_share({"scan": 1.0, "attend": 3.0}, {"attend": 9.0}) == 0.25
     assert search_share({"attend": 3.0}, {"attend": 9.0}) == 0.0
+
+
+def test_pruned_attention_is_timed_on_the_batch_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+
+    def timed(call: Callable[[], object]) -> dict[str, float]:
+        seen.append(cast(tuple[torch.Tensor, Any], call())[0].shape[:2])
+        return {"attend": 1.0}
+
+    monkeypatch.setattr(acp, "kernel_times", timed)
+    config = ModelConfig("fox", {"acp": True}, vocab_size=8, hidden_size=16, num_layers=1, num_heads=2)
+    acp.attention_times(LanguageModel(config), torch.arange(8), batch=3)
+    assert seen == [(3, 8)] * 2
 
 
 def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
