@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hf_models import HYBRID, build, ids, peft_of_this_release
@@ -9,6 +13,7 @@ from hf_models import HYBRID, build, ids, peft_of_this_release
 transformers = pytest.importorskip("transformers")
 pytest_plugins = ("hf_models",)
 
+from attnzoo import param_groups  # noqa: E402
 from attnzoo.models.hf.cache import NAME  # noqa: E402
 
 
@@ -212,6 +217,28 @@ def test_trainer_learns_and_goes_on_where_it_was_stopped(tmp_path):
     resumed, _ = train(tmp_path / "b", 6, str(tmp_path / "b" / "checkpoint-3"))
     for ours, theirs in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_documented_trainer_decays_what_our_own_training_decays(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "hugging_face.md"
+    (code,) = re.findall(r"```python\n(import transformers\n.*?class Trainer.*?)```", page.read_text(), re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(code, made)
+    model = build(
+        ["mamba2", "mamba3", "rwkv7", {"name": "fox", "options": {"sinks": True, "block": "pro"}}], num_hidden_layers=4
+    )
+    arguments = transformers.TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True, report_to=[])
+
+    def decayed(kind):
+        groups = kind(model, arguments).create_optimizer().param_groups
+        return {id(one) for group in groups for one in group["params"] if group["weight_decay"]}
+
+    ours = {id(one) for one in param_groups(model, 0.1)[0]["params"]}
+    assert decayed(made["Trainer"]) == ours
+    names = {name.rpartition("attention.")[2] for name, one in model.named_parameters() if id(one) not in ours}
+    assert {"gate.log_a", "skip", "bonus", "token_mix.weight", "sinks"} < names
+    theirs = decayed(transformers.Trainer)  # else the page has no need of a subclass
+    assert ours < theirs
 
 
 def test_trainer_smooths_labels_of_the_next_token(tokens, tmp_path):
