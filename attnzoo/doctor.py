@@ -27,6 +27,7 @@ from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels import norms
 from attnzoo.kernels.common.device import ON, device_unavailable, installed_triton
 from attnzoo.kernels.common.launching import cdiv
+from attnzoo.kernels.convolution.api import MOST_TOKENS
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
@@ -153,7 +154,8 @@ def _parts(device: torch.device, dtype: torch.dtype) -> str:
         why = norms.triton_unavailable(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
     if device.type == "cpu":
         why = why or "auto looks for kernels on a GPU alone"
-    return f"short convolutions, norms and log decays of layers run on {f'PyTorch: {why}' if why else 'triton'}"
+    parts = f"short convolutions (of up to {MOST_TOKENS} tokens), norms and log decays of layers"
+    return f"{parts} run on {f'PyTorch: {why}' if why else 'triton'}"
 
 
 def _splits(device: torch.device, head_dim: int) -> str:

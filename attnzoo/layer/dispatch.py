@@ -111,10 +111,27 @@ _said: set[str] = set()
 
 @constant_in_traces  # a compiled layer logs while it is compiled
 def _say(picked: str, level: int = logging.INFO) -> None:
-    """Log the form that runs, once per process."""
+    """Log what runs, once per process."""
     if picked not in _said:
         _said.add(picked)
         logger.log(level, "%s", picked)
+
+
+def serves(impl: str, part: str, why: str) -> bool:
+    """Whether a kernel computes a part of a layer of this ``impl``; where none does, the log says so once.
+
+    Args:
+        part: its name in words.
+        why: the reason why the kernel cannot, or "".
+
+    Raises:
+        UnavailableError: ``"triton"``, which never falls back.
+    """
+    if why and impl == "triton":
+        raise UnavailableError(f"impl='triton': {part}: {why}; use impl='auto' or 'reference'")
+    if why:
+        _say(f"{part}: no kernel runs, and PyTorch is slower: {why}", logging.WARNING)
+    return not why
 
 
 def on_gpu(x: Tensor) -> bool:

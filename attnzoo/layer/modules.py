@@ -14,6 +14,7 @@ from attnzoo.algebra.values import as_given
 from attnzoo.kernels import convolution, linear, norms
 from attnzoo.kernels.common.untraced import exporting
 from attnzoo.kernels.linear import DecayLogits
+from attnzoo.layer.dispatch import serves
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
 
@@ -41,7 +42,7 @@ def untouched(part: nn.Module) -> bool:
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
     """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
     short."""
-    if on_kernels(impl, x) and not norms.triton_unavailable(x):
+    if on_kernels(impl, x) and serves(impl, "L2 norms", norms.triton_unavailable(x)):
         return norms.head_norm(x if x.ndim == 4 else x.flatten(2, -2), kind="l2", eps=1e-6).view(x.shape)
     x32 = wide(x)
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
@@ -75,7 +76,8 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
 def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:
     """The log decays that ``of`` describes, in at least float32, and with ``steps`` the softplus that they are made
     of."""
-    if on_kernels(impl, of.logits, of.bias, of.log_a) and not linear.decays_unavailable(of.logits):
+    given = (of.logits, of.bias, of.log_a)
+    if on_kernels(impl, *given) and serves(impl, "log decays", linear.decays_unavailable(of.logits)):
         return linear.log_decays(of, steps)
     x = wide(of.logits) if of.bias is None else wide(of.logits) + wide(of.bias)
     log = F.logsigmoid(-x if of.opposite else x)
@@ -89,7 +91,7 @@ def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor,
 def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
     """Whether a kernel multiplies values by their write strengths."""
     found = on_kernels(impl, v, write) and write.shape == v.shape[:3]
-    return found and not linear.writing_unavailable(v)
+    return found and serves(impl, "write strengths", linear.writing_unavailable(v))
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ class HeadNorm(nn.Module):
     def fuses(self, x: Tensor, *others: Tensor | None) -> bool:
         """Whether a kernel norms x, and what is with it."""
         found = self.bias is None and on_kernels(self.impl, x, self.weight, *others)
-        return found and not norms.triton_unavailable(x, self.groups)
+        return found and serves(self.impl, "norms", norms.triton_unavailable(x, self.groups))
 
     def fused(self, x: Tensor, gate: norms.Gated | None = None, skip: norms.Skip | None = None) -> Tensor:
         """The normed x with a gate and with what is added first, by the kernel."""
@@ -212,7 +214,8 @@ class ShortConvolution(nn.Module):
         """
         if up is not None:
             return stream.windowed(name, x, self.size, partial(self._convolve_map, up))
-        if not on_kernels(self.impl, x, self.weight, self.bias) or self._unavailable(x):
+        fuses = on_kernels(self.impl, x, self.weight, self.bias)
+        if not fuses or not serves(self.impl, "short convolutions", self._unavailable(x)):
             return stream.windowed(name, x, self.size, self._convolve)
         if type(stream) is Stream and stream.valid is None:
             return self._fused(x, stream.continued(name, x, self.size - 1), stream.cu_seqlens)

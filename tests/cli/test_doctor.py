@@ -61,7 +61,7 @@ def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> No
     assert (training.form, training.kernels, training.why) == ("triton", "chunks", ())
     assert row(report, "wall", "cached step").kernels == "a step per token over all keys"
     assert "cuda:0: Pretend, compute capability 9.0" in report.text()
-    assert report.parts == "short convolutions, norms and log decays of layers run on triton"
+    assert report.parts == "short convolutions (of up to 4 tokens), norms and log decays of layers run on triton"
     assert "split texts from 11264 tokens on where batch times heads are at most 6," in report.splits
     assert report.splits in report.text()
 

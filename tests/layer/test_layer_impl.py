@@ -1,6 +1,7 @@
 """Which implementation a layer runs, and that the kernels serve it like the reference."""
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,26 @@ def test_head_dims_without_a_kernel_are_named():
     attn = build_attention("path_fox", hidden_size=D, num_heads=H, head_dim=8, impl="triton")
     with pytest.raises(RuntimeError, match="impl='triton': expected K a multiple of 16 up to 128, got 8"):
         attn(rows(1, 3).float())
+
+
+@pytest.mark.parametrize("sizes", [{"conv_size": 5}, {"w_conv_size": 6}])
+def test_windows_beyond_the_convolutions_kernel_are_refused_of_an_explicit_impl_and_said_by_auto(
+    sizes, caplog, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_said", set())
+    attn = build_attention("path", hidden_size=D, num_heads=H, head_dim=16, impl="triton", **sizes)
+    (size,) = sizes.values()
+    why = f"short convolutions: expected windows of up to 4 tokens, got {size}"
+    with pytest.raises(RuntimeError, match=f"impl='triton': {why}"):
+        attn(rows(1, 3).float())
+    attn.impl = "auto"
+    attn(rows(1, 3).float())
+    assert "convolutions" not in caplog.text  # on a CPU, auto looks for no kernel
+    monkeypatch.setattr("attnzoo.layer.modules.on_kernels", lambda impl, *given: True)  # as on a GPU
+    monkeypatch.setattr("attnzoo.kernels.norms.triton_unavailable", lambda *given: "elsewhere")
+    attn(rows(1, 3).float())
+    (said,) = [line for line in caplog.messages if "convolutions" in line]
+    assert re.match(why.replace(": ", ": no kernel runs, and PyTorch is slower: ", 1), said)
 
 
 def test_a_step_without_decay_cannot_be_pruned():
