@@ -4,10 +4,13 @@ import pytest
 import torch
 from generated import LAYERS, alone, build, filled, forgetful, that_forgets
 from layers import assert_same, layer, rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnzoo.algebra import validation
 from attnzoo.forms.caches import device_memory
 from attnzoo.forms.caches.pages.pool import PAGE
 from attnzoo.models import Generator
+from attnzoo.models.generation.batch import Batch, StepOptions
 from attnzoo.models.generation.proposals import from_model, look_up
 from attnzoo.models.generation.request import Request
 from attnzoo.models.generation.sampling import Sampling
@@ -131,6 +134,115 @@ def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
     assert all(0 <= generator.requests[n].accepted < generator.requests[n].proposed for n in numbers)
 
 
+RECURRENCES = {
+    "mamba2": {"attention": "mamba2", "attention_options": {"num_qk_heads": 1, "skip": True, "conv_size": 4}},
+    "delta": {"attention": ["gated_deltanet", "gla"], "attention_options": {"conv_size": 3}},
+    "rotary": {"attention": ["retnet", "mamba3"]},
+}
+
+
+def joined(options, device="cpu", **given):
+    """Texts that a recurrence proposes within the steps are those without it, its states those of the texts alone.
+
+    One draft is always right, so that whole steps stay, another seldom. Sequences join late, are cancelled, come from
+    another loop and go on for some steps without the draft.
+    """
+    model, small = (build(**{**one, **given}).to(device) for one in ({"attention": ["mamba2", "fox"]}, options))
+    prompts = [torch.randint(0, 40, (T,), generator=torch.Generator().manual_seed(T)).to(device) for T in (9, 30, 4)]
+    for target, draft in ((small, from_model(small, 5)), (model, from_model(small, 3))):
+        expected = [alone(target, prompt, 12) for prompt in prompts]
+        generator = Generator(target, 2, 60)
+        first, cache = generator.add(prompts[0], 12, temperature=0), target.new_cache()
+        generator.step(draft)
+        begun = int(target.logits(target.hidden(prompts[1][None], cache=cache)[:, -1]).argmax())
+        second = generator.resume(cache, begun, 11, Sampling(0.0))
+        generator.step(draft)
+        for _ in range(2):
+            generator.step()
+        lost, third = (generator.add(prompts[2], 12, temperature=0) for _ in range(2))
+        generator.step(draft)
+        batch = generator.batch
+        for row, request in generator._running():  # what the draft remembers
+            text = torch.tensor([[*request.prompt, *request.tokens][:-1]], device=device)
+            small.hidden(text, cache=(known := small.new_cache()))
+            for fixed, one in zip(batch.draft.caches, known, strict=True):
+                matrix = one.state.matrix[0]
+                assert (fixed.memory.matrix[row] - matrix).norm() < 1e-3 * matrix.norm()
+        generator.cancel(lost)
+        generator.run(draft)
+        texts = [generator.requests[number].tokens for number in (first, second, third)]
+        assert texts == [expected[0], expected[1][1:], expected[2]]
+        assert batch.draft.model is small
+        assert batch.draft.rows.lengths == [0, 0]
+        for one in map(generator.requests.get, (first, third)):  # of which the draft knows all tokens
+            assert one.accepted == one.proposed if target is small else one.accepted < one.proposed
+    return generator
+
+
+class Recorded:
+    """What stands for a graph on a CPU: a step that is the same whenever it runs, over the same tensors."""
+
+    def __init__(self, batch, needs):
+        self.batch, self.needs, self.then = batch, needs, self.now(batch)
+
+    @staticmethod
+    def now(batch):
+        return batch.rows.tokens, batch._ahead, batch.draft, [x.data_ptr() for x in batch.tensors()]
+
+    def replay(self):
+        assert self.then == self.now(self.batch)
+        self.batch._forward(self.needs)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+@torch.no_grad()
+def test_a_recurrence_proposes_within_the_steps_of_the_batch(name, monkeypatch):
+    monkeypatch.setattr(StepOptions, "decided", lambda options, device: options._replace(graph=True))
+    monkeypatch.setattr(Batch, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(Batch, "_captured", lambda batch, needs: Recorded(batch, needs))
+    check_graphs(joined(RECURRENCES[name]))
+
+
+def check_graphs(generator):
+    assert {(tokens, ahead) for _, tokens, ahead in generator.batch.graphs} >= {(4, 3), (2, 1), (1, 0), (1, None)}
+
+
+class WithoutReading(TorchDispatchMode):
+    """Operations that need no value on the host, as those that a CUDA graph records."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_a_draft_adds_to_a_step_reads_nothing_on_the_host_and_leaves_its_tensors_in_place(monkeypatch):
+    """So that it can be recorded; a graph's first run, without sequences, changes no state."""
+    monkeypatch.setattr(validation, "check_values", lambda gate: None)  # as on a GPU
+    generator = Generator(build(), 2, 60)
+    generator.add([1, 2, 3], 20)
+    generator.step(from_model(build(**RECURRENCES["mamba2"]), 3))
+    draft, proposals = generator.batch.draft, generator.batch.proposals
+    before, places = [x.clone() for x in draft.tensors()], [x.data_ptr() for x in draft.tensors()]
+    for kept in (0, 4, 2):
+        with WithoutReading():
+            draft.propose(generator.batch.tokens, proposals, 3)
+            draft.settle(torch.full((2,), kept))
+        same = all(map(torch.equal, before, draft.tensors()))
+        assert same == (kept == 0)
+    assert draft.rows.length.tolist() == [generator.batch.rows.lengths[0] + 6, 0]
+    assert places == [x.data_ptr() for x in draft.tensors()]
+
+
+def test_a_draft_with_keys_or_other_tokens_stays_outside_of_the_steps():
+    model, small = build(attention="fox"), build(attention=["mamba2", "fox"])
+    assert not from_model(build(attention="mamba2", vocab_size=41)).joins(model)
+    generator = Generator(model, 1, 30)
+    number = generator.add([1, 2, 3], 9, temperature=0)
+    assert generator.run(from_model(small, 3))[number] == alone(model, torch.tensor([1, 2, 3]), 9)
+    assert generator.batch.draft is None
+
+
 FORGETTING = {
     "decays": ({"attention": ["fox", "path_fox"], "forgetting": {"network": "decay"}, "window": 30}, {}),
     "pairs": ({"attention": "rope", "forgetting": {"network": "pair"}, "num_kv_heads": 1}, {"budget": 8}),
@@ -249,3 +361,10 @@ def test_a_graph_that_checks_proposals_gives_the_same_tokens(name):
 @pytest.mark.parametrize("name", FORGETTING)
 def test_a_graph_of_layers_that_forget_checks_proposals(name):
     same_with_proposals(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECURRENCES)
+@torch.no_grad()
+def test_a_recurrence_proposes_within_the_graphs_of_the_batch(name):
+    check_graphs(joined(RECURRENCES[name], "cuda", hidden_size=128, initializer_range=0.1))

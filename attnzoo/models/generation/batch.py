@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,9 +23,10 @@ from attnzoo.models.block import DecoderBlock
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.fused import StackedMaps
 from attnzoo.models.generation.fused import fuse as fused
+from attnzoo.models.generation.prefill import PIECE
 from attnzoo.models.generation.proposals import Proposals
 from attnzoo.models.generation.request import Request
-from attnzoo.models.generation.sampling import GREEDY, Samplers
+from attnzoo.models.generation.sampling import GREEDY, Samplers, Sampling
 
 COUNTED = 64  # rows
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Batch:
         rows: the rows' lengths, and which hold a sequence.
         tokens: the last token of each row, ``[B]`` int64, which is not in the caches yet.
         proposals: the proposed tokens that a step of several tokens checks.
+        draft: the batch of a recurrence that proposes tokens of the same rows, as a part of their steps; see
+            :meth:`follow`.
         total: whether the budget is one of all layers.
         torn: whether a step failed after some layers had taken its tokens; no step can follow then.
 
@@ -100,8 +103,12 @@ class Batch:
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
-        self.torn = False
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by (sampler's needs, tokens of a step)
+        self.torn, self.max_tokens = False, max_tokens
+        self.draft: Batch | None = None
+        self._ahead: int | None = None  # tokens that the draft proposes within the step; None: it has no part in it
+        self._saved: list[Tensor] = []  # a draft's states within a step
+        # by (sampler's needs, tokens of a step, of which the draft proposes)
+        self.graphs: dict[tuple[int, int, int | None], torch.cuda.CUDAGraph] = {}
         self._places: list[int] = []
         self._longest = 1  # tokens of a step that the caches are ready for
         if self.graphed:
@@ -164,8 +171,32 @@ class Batch:
         self.rows.begin(row, request.length)
         self._check_places()
 
+    @torch.no_grad()
+    def follow(self, model: LanguageModel, running: Sequence[tuple[int, Request]]) -> None:
+        """Let ``model``, a recurrence, propose tokens of ``running`` rows; it reads what it has not seen of them.
+
+        Raises:
+            ValueError: it has learned fewer positions than a sequence may have.
+            MemoryError: its states do not fit.
+        """
+        if self.draft is None or self.draft.model is not model:
+            options = self.options._replace(evict=None, budget=None, kv_dtype=None)
+            self.draft, self._longest = Batch(model, len(self.rows.lengths), self.max_tokens, options), 1
+            self._check_places()
+        for row, request in running:
+            if self.draft.rows.lengths[row] == request.known - 1:
+                continue
+            *known, last = *request.prompt, *request.tokens
+            self.draft.end(row)
+            cache = model.new_cache()
+            for piece in torch.tensor([known], device=self.device).split(PIECE, 1):
+                model.hidden(piece, cache=cache)
+            self.draft.begin(row, Request(row, (cache, last), len(known), [last], 1, Sampling(0.0), frozenset()))
+
     def end(self, row: int) -> list[list[int] | None]:
         """Free the row; return by layer how many keys each key head held, None for a layer without keys."""
+        if self.draft is not None:
+            self.draft.end(row)
         kept = [cache.memory.kept(row) for cache in self.caches]
         for cache in self.caches:
             cache.clear(row)
@@ -185,8 +216,13 @@ class Batch:
         for row in rows:
             self.rows.lengths[row] += 1
 
-    def check(self, rows: Sequence[int], needs: int, tokens: int) -> tuple[list[int], list[list[int]]]:
+    def check(
+        self, rows: Sequence[int], needs: int, tokens: int, ahead: int | None = None
+    ) -> tuple[list[int], list[list[int]]]:
         """Run a step of several tokens per row: the last token and the proposed ones.
+
+        Args:
+            ahead: how many ``draft`` proposes within the step; None where all are known.
 
         Returns:
             By row, how many of the drawn tokens count, and the drawn tokens.
@@ -196,17 +232,19 @@ class Batch:
         """
         if tokens > self._longest:
             what = f"step that checks {tokens - 1} proposed tokens of each sequence"
-            check_memory(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
+            saved = 0 if ahead is None or self.draft is None else (ahead + 2) * self.draft.bytes()
+            check_memory(max(cache.workspace(tokens) for cache in self.caches) + saved, self.device, what)
             self._longest = tokens
-        self.rows.tokens = tokens
+        self.rows.tokens, self._ahead = tokens, ahead
         try:
             self._advance(rows, needs)
-            kept, drawn = self.proposals.kept.tolist(), self.proposals.drawn.tolist()
+            found = torch.cat([self.proposals.kept[:, None], self.proposals.drawn], 1).tolist()  # waits once
         finally:
-            self.rows.tokens = 1
-        for row in rows:
-            self.rows.lengths[row] += kept[row]
-        return kept, drawn
+            self.rows.tokens, self._ahead = 1, None
+        for batch in [self] if ahead is None or self.draft is None else [self, self.draft]:
+            for row in rows:
+                batch.rows.lengths[row] += found[row][0]
+        return [kept for kept, *_ in found], [drawn for _, *drawn in found]
 
     def _advance(self, rows: Sequence[int], needs: int) -> None:
         changed = [cache.ready(rows) for cache in self.caches]
@@ -219,36 +257,70 @@ class Batch:
                 self.torn = True
                 raise
             return
-        key = needs, self.rows.tokens
+        key = needs, self.rows.tokens, self._ahead
         if key not in self.graphs:
             self.graphs[key] = self._captured(needs)
         self.graphs[key].replay()
 
     def _check_places(self) -> None:
         """Discard the CUDA graphs if tensors have been replaced since they were captured."""
-        places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
+        places = [x.data_ptr() for batch in (self, self.draft) if batch is not None for x in batch.tensors()]
         if places != self._places:
             self.graphs, self._places = {}, places
 
     def _forward(self, needs: int) -> None:
         """One step of the whole model, which changes fixed tensors in place."""
         T, tokens = self.rows.tokens, self.tokens[:, None]
+        draft = None if self._ahead is None else self.draft
+        if draft is not None:
+            draft.propose(self.tokens, self.proposals, self._ahead or 0)
         tokens = tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1)
         x, first = self.model.placed(self.model.embedding(tokens), self.rows.places()), self.model.first_values()
         more = torch.zeros_like(x)
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x, more = self._block(block, x, more, cache, **first)
         logits = self.model.logits(self.model.norm(x + more))  # [B, T, vocab]
-        if T == 1:
+        if T == 1 and draft is None:
             self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
             self.rows.length += self.rows.active
             if self.total:
                 share_in_place([cache.memory for cache in self.caches])
             return
         self.tokens.copy_(self.proposals.judge(logits, self.samplers, self.rows.active, needs))
-        for cache in self.caches:
+        for cache in self.caches if T > 1 else ():
             cache.keep(self.proposals.kept)
         self.rows.length += self.proposals.kept
+        if draft is not None:
+            draft.settle(self.proposals.kept)
+
+    def propose(self, last: Tensor, proposals: Proposals, number: int) -> None:
+        """Store in ``proposals`` the ``number`` likeliest tokens that follow ``last [B]``.
+
+        Each is a step of one token. Afterwards all of them have been read; :meth:`settle` takes back those that are not
+        kept, from the states before and after each step.
+        """
+        self.tokens.copy_(last)
+        proposals.counts.fill_(number)
+        self._saved = [x.new_empty(number + 2, *x.shape) for x in self.tensors()]
+        for t in range(number + 2):
+            for saved, x in zip(self._saved, self.tensors(), strict=True):
+                saved[t] = x
+            if t <= number:
+                self._forward(GREEDY)
+            if t < number:
+                proposals.given[:, t] = self.tokens
+
+    def settle(self, kept: Tensor) -> None:
+        """Go back to the states after the first ``kept[b]`` of the tokens that :meth:`propose` read; ``[B]`` int64."""
+        rows, read = torch.arange(len(kept), device=kept.device), len(self._saved[0]) - 1
+        for saved, x in zip(self._saved, self.tensors(), strict=True):
+            x.copy_(saved[kept, rows])
+        self._saved = []
+        self.rows.length += (kept - read) * self.rows.active
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors of the caches."""
+        return (x for cache in self.caches for x in cache.tensors())
 
     def _warm_up(self, *needs: int) -> None:
         """Run a step with idle rows, so that functions that compile at their first call do."""

@@ -22,7 +22,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.batch import Batch, StepOptions
 from attnzoo.models.generation.delivery import Delivery
 from attnzoo.models.generation.prefill import Prefill
-from attnzoo.models.generation.proposals import Draft
+from attnzoo.models.generation.proposals import Draft, ModelDraft
 from attnzoo.models.generation.request import Request, check_begun, check_counts, whole_numbers
 from attnzoo.models.generation.sampling import Sampling
 
@@ -347,14 +347,20 @@ class Generator:
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
-        offered = {row: whole_numbers("draft", draft(request))[:most] for row, request in running} if most else {}
-        tokens = self.batch.proposals.offer(offered, self.model.config.vocab_size)
-        if tokens == 1:
-            return False
-        kept, drawn = self.batch.check(*_asked(running), power_of_2(tokens))
+        if running and isinstance(draft, ModelDraft) and draft.joins(self.model):
+            self.batch.follow(draft.model, running)
+            ahead = min(draft.tokens, most) if all(request.known > 1 for _, request in running) else 0
+            tokens, number = ahead + 1, dict.fromkeys((row for row, _ in running), ahead)
+        else:
+            offered = {row: whole_numbers("draft", draft(request))[:most] for row, request in running} if most else {}
+            ahead, tokens = None, self.batch.proposals.offer(offered, self.model.config.vocab_size)
+            number = {row: len(proposed) for row, proposed in offered.items()}
+            if tokens == 1:
+                return False
+        kept, drawn = self.batch.check(*_asked(running), power_of_2(tokens), ahead)
         for row, request in running:
             request.left -= kept[row]
-            request.proposed += len(offered[row])
+            request.proposed += number[row]
             request.accepted += kept[row] - 1
             for token in drawn[row][: kept[row]]:
                 self._hand_out(row, request, token)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from attnzoo.forms.linear import LinearForms
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
@@ -108,8 +109,46 @@ def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
     return draft
 
 
-def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
+@dataclass(eq=False)
+class ModelDraft:
+    """A draft by a smaller model; see :func:`from_model`."""
+
+    model: LanguageModel
+    tokens: int
+    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def joins(self, model: LanguageModel) -> bool:
+        """Whether the draft's steps can be a part of the steps of a batch of ``model``: one without keys can go back
+        to its states, and needs the same device and vocabulary."""
+        same = self.model.config.vocab_size == model.config.vocab_size
+        there = self.model.embedding.weight.device == model.embedding.weight.device
+        return same and there and all(isinstance(x.variant.form_set, LinearForms) for x in self.model.attentions())
+
+    @torch.no_grad()
+    def __call__(self, request: Request) -> list[int]:
+        """The likeliest tokens after those of ``request``."""
+        known, model = [*request.prompt, *request.tokens], self.model
+        cache, seen, last = self.caches.get(request) or (model.new_cache(), 0, [])
+        if seen == len(known):  # the step that asked last has failed
+            return last
+        step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
+        likeliest = model.logits(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
+        self.caches[request] = cache, len(known), []
+        ahead, found = [copy(layer) for layer in cache], [likeliest]
+        for _ in range(self.tokens - 1):
+            found.append(model.logits(model.hidden(found[-1], cache=ahead)).argmax(-1))
+        proposed: list[int] = torch.cat(found, 1)[0].tolist()
+        self.caches[request] = cache, len(known), proposed
+        return proposed
+
+
+def from_model(model: LanguageModel, tokens: int = 5) -> ModelDraft:
     """A draft that proposes a smaller model's likeliest tokens, with its own cache for each sequence.
+
+    Where all its layers are recurrences, and device and vocabulary are those of the model that checks them, its steps
+    and the check of what they propose are one step of the batch, on a GPU one CUDA graph.
 
     Args:
         model: the smaller model, with the same vocabulary, in evaluation mode.
@@ -121,22 +160,4 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
     check_counts(tokens=tokens)
-    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def draft(request: Request) -> list[int]:
-        known = [*request.prompt, *request.tokens]
-        cache, seen, last = caches.get(request) or (model.new_cache(), 0, [])
-        if seen == len(known):  # the step that asked last has failed
-            return last
-        step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
-        likeliest = model.logits(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
-        caches[request] = cache, len(known), []
-        ahead, found = [copy(layer) for layer in cache], [likeliest]
-        for _ in range(tokens - 1):
-            found.append(model.logits(model.hidden(found[-1], cache=ahead)).argmax(-1))
-        proposed: list[int] = torch.cat(found, 1)[0].tolist()
-        caches[request] = cache, len(known), proposed
-        return proposed
-
-    return draft
+    return ModelDraft(model, tokens)

@@ -54,6 +54,11 @@ class Request:
     proposed: int = 0
     accepted: int = 0
 
+    @property
+    def known(self) -> int:
+        """The number of tokens in ``prompt`` and ``tokens``."""
+        return len(self.prompt) + len(self.tokens)
+
 
 def check_counts(**counts: int) -> None:
     """Raise where one of these, by the names of the arguments, is no whole number of at least 1.
