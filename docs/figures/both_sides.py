@@ -69,13 +69,49 @@ def both_sides() -> Figure:
     assert first is not None
     for axes in figure.axes:
         _frame(axes)
+    _explain(figure, first, handles)
+    return figure
+
+
+def pairs_by_size() -> Figure:
+    """A panel for each recorded size of the pairs, with the papers' gates; circles are pairs of one part."""
+    [asked, _] = [each.claim for each in find("pairs").expectations if isinstance(each.claim, Correlated)]
+    outcomes = sorted((outcome("pairs", each.size) for each in find("pairs").measured), key=_weights)
+    side = (WIDTH - LEFT - BETWEEN * len(outcomes)) / len(outcomes)
+    height, first, handles = BELOW + side + ABOVE, None, {}
+    figure = Figure(figsize=(WIDTH / 72, height / 72))
+    for number, found in enumerate(outcomes):
+        box = ((LEFT + number * (side + BETWEEN)) / WIDTH, BELOW / height, side / WIDTH, side / height)
+        axes = figure.add_axes(box, sharex=first, sharey=first)
+        gains = asked.gains(found.values)
+        for n, (pair, x, y) in enumerate(zip(asked.pairs, *gains, strict=True)):
+            handles[" | ".join(pair)] = _dot(axes, x, y, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
+        r, p = correlation(*(gain.mean(1) for gain in gains), asked.parts)
+        title = f"{_weights(found) / 1e6:.1f} million weights: r = {r:.2f}, p = {p:.2f}"
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        axes.tick_params(labelleft=number == 0)
+        first = first or axes
+    assert first is not None
+    for axes in figure.axes:
+        _frame(axes, (-0.1, 2.0), (0, 0.5, 1.0, 1.5))
+    _explain(figure, first, handles)
+    return figure
+
+
+def _weights(found: Outcome) -> int:
+    """Weights of a model beside its embeddings, without its gates."""
+    model = yaml.safe_load(found.settings)["model"]
+    return found.runs[0].parameters - 2 * model["vocab_size"] * model["hidden_size"]
+
+
+def _explain(figure: Figure, first: Axes, handles: dict[str, Line2D]) -> None:
+    """Names of the axes, and a legend below them."""
     first.set_ylabel("gain of the softmax side, nats", loc="bottom", color=MUTED, fontsize=10)
     first.set_xlabel("gain of the linear side, nats", loc="left")
     figure.legend(
         list(handles.values()), list(handles), loc="lower left", bbox_to_anchor=(LEFT / WIDTH - 0.012, 0), ncols=3,
         frameon=False, fontsize=9.5, labelcolor="markeredgecolor", handletextpad=0.2, columnspacing=1.4, borderpad=0,
     )  # fmt: skip
-    return figure
 
 
 def curves(name: str, side: str) -> Figure:
@@ -96,11 +132,10 @@ def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> L
     return Line2D([], [], **style)
 
 
-def _frame(axes: Axes) -> None:
+def _frame(axes: Axes, limits: tuple[float, float] = (-0.02, 0.56), ticks: tuple[float, ...] = (0.0, 0.2, 0.4)) -> None:
     quiet(axes)
-    limits = (-0.02, 0.56)
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
-    axes.set(xlim=limits, ylim=limits, xticks=(0, 0.2, 0.4), yticks=(0, 0.2, 0.4))
+    axes.set(xlim=limits, ylim=limits, xticks=ticks, yticks=ticks)
     axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
 
 
@@ -128,11 +163,13 @@ def gates_table() -> str:
     return "\n".join(markdown_table(["", *grid.columns], rows))
 
 
-def pairs_table() -> str:
-    """Losses and gains of every pair, with the gates of the papers and with open ones, in Markdown."""
-    found = outcome("pairs", "gpu")
+def pairs_table(size: str = "gpu") -> str:
+    """Losses and gains of every pair at a size, with the gates of the papers and, where all have runs, with open ones,
+    in Markdown."""
+    found = outcome("pairs", size)
     plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS]
     begun = [tuple(map(pairs.begun_open, pair)) for pair in plain]
+    begun = [pair for pair in begun if all(map(found.of, pair))]
     columns = ("linear, softmax", "loss", "gain", "a text read again", "loss at 8 contexts")
     rows = []
     for pair in [pairs.BASES, *plain, *(pair for pair in begun if pair not in plain)]:

@@ -82,6 +82,8 @@ def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
     save("equal-memory", equal_memory)
     save("both-sides", both_sides.both_sides)
+    if len(find("pairs").measured) > 1:
+        save("pairs-by-size", both_sides.pairs_by_size)
     for name, side in product([name for name in ("factorial", "pairs") if len(find(name).measured) > 1], SIDES):
         save(f"gains-by-size-{name}-{side}", partial(both_sides.curves, name, side))
     for name in names():
@@ -105,7 +107,7 @@ def with_claims(page: str) -> str:
         "Each is tested over the seeds, one-sidedly, at the level 0.05, without correction for several claims "
         "([how](../how-to/experiments.md#verdicts)). *Confirmed*, *refuted* and *open* are *seen*, *not seen* and "
         "*undecided* in the records, to which each mark leads. Where a column has several marks, they are of several "
-        "sizes, the smallest first."
+        "sizes, the smallest first; a size at which a claim's models were not run has none."
     )
     parts.append(without_a_gpu())
     for question, experiments in QUESTIONS.items():
@@ -137,10 +139,12 @@ def claims(experiments: tuple[str, ...]) -> str:
         experiment = find(name)
         waiting = "" if experiment.measured else "not yet run"
         rows.append([f"**{experiment.title}** (`{name}`)", "", waiting, waiting])
-        found = [
-            (each, {given.text: verdict.word for given, verdict in outcome(name, each.size).verdicts(experiment)})
-            for each in experiment.measured
-        ]
+        found = []
+        for each in experiment.measured:
+            kept = outcome(name, each.size)
+            judged = {given.text: verdict.word for given, verdict in kept.verdicts(experiment)
+                      if not kept.missing(given.claim)}  # fmt: skip
+            found.append((each, judged))
         for expectation in experiment.expectations:
             cells = {
                 side: ", ".join(
