@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
 FUZZ_SEED ?= $(shell date +%s)
+# Python compiles what is imported; compiling all that is installed takes two minutes
+PIP = $(BIN)/python -m pip install --quiet --no-compile
 # a worker keeps to its files, so that what a file prepares once is prepared once; GPUs are hidden, for these tests run
 # the kernels in Triton's interpreter (test-gpu runs them on a GPU); processes that tests start find the code compiled
 PYTEST = env -u PYTHONDONTWRITEBYTECODE CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
@@ -37,7 +39,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PIP) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@ $(if $(findstring docs,$(EXTRAS)),$(VENV)/.docs-installed)
 
 demo: install
@@ -45,7 +47,7 @@ demo: install
 
 # the licences are named in the configuration, which pins the same packages
 small: install
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target small_text transformers==5.17.0 sympy==1.14.0 \
+	$(PIP) --no-deps --target small_text transformers==5.17.0 sympy==1.14.0 \
 		networkx==3.6.1 torch-geometric==2.8.0.post1 huggingface_hub==1.33.0 pygments==2.21.0
 	$(BIN)/attnzoo compare small --jobs 4
 	rm -rf attnzoo/trained/small/*-small
@@ -100,7 +102,7 @@ test-transformers-%: $(VENV)/transformers-%/.installed
 transformers-install: $(VENV)/transformers-4.57/.installed $(VENV)/transformers-5.24/.installed
 
 $(VENV)/transformers-%/.installed: Makefile $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) $(OF_$*)
+	$(PIP) --no-deps --upgrade --target $(@D) $(OF_$*)
 	touch $@
 
 # vLLM for CPUs brings its own torch and transformers; the torchvision that comes along is built for another torch
@@ -135,7 +137,7 @@ docs-install: docs/node_modules/.package-lock.json
 # what the tests alone need is not installed: it takes longer than drawing the figures
 $(VENV)/.docs-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,hf,testing,triton,docs]'
+	$(PIP) --constraint constraints.txt --editable '.[train,hf,testing,triton,docs]'
 	touch $@
 
 docs/node_modules/.package-lock.json: docs/package-lock.json $(VENV)/.docs-installed
