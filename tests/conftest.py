@@ -36,7 +36,7 @@ FIRST = ("test_training_processes.py", "test_training_kill.py")
 _MODULES = [0]  # how many there were when garbage was last forgotten
 
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=6, derandomize=True, database=None, **_COMMON)
+settings.register_profile("ci", max_examples=4, derandomize=True, database=None, **_COMMON)
 settings.register_profile("quick", max_examples=2, derandomize=True, database=None, **_COMMON)
 settings.register_profile("long", max_examples=200, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))  # --hypothesis-profile has the last word

@@ -23,7 +23,7 @@ from attnzoo.testing import Inputs, assert_close, block_sizes, relative_error, v
 PRUNABLE = [name for name in list_variants() if get(name).prunable]
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
 ROWS, COLS = 8, 4
-MANY = settings(max_examples=8 * settings.default.max_examples)  # these examples are cheap
+MANY = settings(max_examples=12 * settings.default.max_examples)  # these examples are cheap
 
 
 def logits_of(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
