@@ -2,9 +2,10 @@
 
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
-it makes a table of all types to look up one; for every value it makes the type and the shape anew; it compares types
-of operands that are one object; at each operation it finds anew what the types of its operands say of the result, and
-at each cast how its two types convert; and it scans element by element.
+it makes a table of all types to look up one; for every value it makes the type and the shape anew and checks its size,
+and for every number a value; it compares types of operands that are one object; at each operation, load and product it
+finds anew what the types of its operands say of the result, and at each cast how its two types convert; and it scans
+element by element.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def quicken() -> None:
     known_dtype = functools.cache(plain_dtype)
     interpreter._get_np_dtype = lambda dtype: (known_dtype if type(dtype) is tl.dtype else plain_dtype)(dtype)
 
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     spread_truths(interpreter)
     call_at_once(interpreter)
+    keep_numbers(tl.core, interpreter.TritonSemantic)
     scan_at_once(interpreter)
     keep_types(tl.core)
     cast_at_once(interpreter)
@@ -55,14 +58,18 @@ def quicken() -> None:
 
 def call_at_once(interpreter: Any) -> None:
     """Functions of the language get what they need beside their arguments without the check that it is there."""
-    checked = interpreter.tl.core.builtin(lambda: None).__code__
+    language = interpreter.tl
+    checked = language.core.builtin(lambda: None).__code__
     semantic = interpreter.interpreter_semantic
     operation = functools.cache(functools.partial(as_before, interpreter))
+    function = functools.cache(functools.partial(as_first, interpreter))
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         run = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
-        if obj is interpreter.tl.tensor and name in OPERATIONS and not builder.options.debug:
-            run = operation(*OPERATIONS[name], run)
+        if not builder.options.debug and obj is language.tensor and name in OPERATIONS:
+            return scope.set_attr(obj, name, operation(*OPERATIONS[name], run))
+        if not builder.options.debug and obj in (language, language.core) and name in FUNCTIONS:
+            return scope.set_attr(obj, name, function(name, run))
 
         def at_once(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
@@ -91,7 +98,7 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
     index of axes."""
     numpy, of_handle, core = interpreter.np, interpreter.TensorHandle, interpreter.tl.core
     tensor, constexpr, pointer, new = core.tensor, core.constexpr, core.pointer_type, object.__new__
-    known: dict[Any, Any] = {}
+    semantic, known = interpreter.interpreter_semantic, dict[Any, Any]()
     own = {"": operator.getitem, "truncated": lambda a, b: (a - numpy.fmod(a, b)) // b}
     compute = own.get(function) or getattr(numpy, function)
 
@@ -109,7 +116,7 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
         kept = x.handle.dtype == expected.dtype and (a.dtype != bool or x.type.is_block() == result.type.is_block())
         return (run, vars(result.type)["of_tensors"]) if same and kept and found.tobytes() == e.tobytes() else None
 
-    def run(x: Any, y: Any, _semantic: Any = None) -> Any:
+    def run(x: Any, y: Any, _semantic: Any = semantic) -> Any:
         if type(y) is constexpr:
             y = y.value
         handle, kind = x.handle, type(y)
@@ -137,6 +144,86 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
         vars(value).update(fields)
         return value
 
+    of: list[Any] = []  # the types, so that their ids stay taken
+    return run
+
+
+FUNCTIONS = {  # the arguments that are values, or numbers in their place
+    "load": ("pointer", "mask", "other"), "where": ("condition", "x", "y"), "dot": ("input", "other", "acc"),
+    "maximum": ("x", "y"), "minimum": ("x", "y"),
+}  # fmt: skip
+ANYHOW = {"input_precision"}  # what changes nothing here
+
+
+def as_first(interpreter: Any, name: str, plain: Any) -> Any:
+    """``plain``, a function of values, as numpy computes it from what they hold: where that gave the bits of ``plain``
+    when values of these types came for the first time."""
+    numpy, memory, of_handle = interpreter.np, interpreter._interpreter, interpreter.TensorHandle
+    core, semantic, new, names = interpreter.tl.core, interpreter.interpreter_semantic, object.__new__, FUNCTIONS[name]
+    tensor, constexpr, array, function = core.tensor, core.constexpr, numpy.ndarray, getattr(numpy, name)
+
+    def load(dtype: Any, place: Any, mask: Any = None, other: Any = None) -> Any:
+        shown = numpy.ones(place.shape, bool) if mask is None else numpy.broadcast_to(mask, place.shape)
+        if type(other) is array:
+            filled = numpy.broadcast_to(other, place.shape).astype(dtype)
+        else:
+            filled = numpy.full(place.shape, other, dtype) if other else numpy.zeros(place.shape, dtype)
+        return memory.load(place, shown, filled, dtype)
+
+    def dot(dtype: Any, a: Any, b: Any, acc: Any = None) -> Any:
+        return numpy.matmul(a, b, dtype=dtype) + (dtype.type(0) if acc is None else acc)
+
+    def of_numpy(dtype: Any, *given: Any) -> Any:
+        return function(*[x if type(x) is array else dtype.type(x) for x in given])
+
+    compute = {"load": load, "dot": dot}.get(name, of_numpy)
+
+    def learn(given: tuple[Any, ...], held: list[Any], result: Any) -> Any:
+        """The type and what a tensor of it has; None where the result is not numpy's."""
+        kinds = [x.type.scalar for x in given if type(x) is tensor]
+        if not {getattr(kind, "element_ty", kind).name for kind in kinds} <= {*NUMBERS, "int1"}:
+            return None
+        expected = result.handle
+        try:
+            with numpy.errstate(all="ignore"):
+                found = compute(expected.data.dtype, *held)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError):  # what only the interpreter makes one
+            return None
+        same = (found.dtype, found.shape) == (expected.data.dtype, expected.data.shape)
+        fields = vars(result.type).get("of_tensors")
+        same = same and fields is not None and found.tobytes() == expected.data.tobytes()
+        return (found.dtype, expected.dtype, fields) if same else None
+
+    def run(*given: Any, **options: Any) -> Any:
+        for wanted in names[len(given) :]:
+            given += (options.pop(wanted, None),)
+        key, held = [], []
+        for x in given:
+            if type(x) is constexpr:
+                x = x.value
+            if type(x) is tensor:
+                x, kind = x.handle.data, id(x.type)
+            else:
+                kind = x if x is None else type(x)
+            key.append(kind)
+            held.append(x)
+        options.pop("_semantic", None)
+        signature, simple = tuple(key), len(given) == len(names) and options.keys() <= ANYHOW
+        found = known.get(signature) if simple else None
+        if found is None:
+            result = plain(*given, _semantic=semantic, **options)
+            if simple and signature not in known:
+                known[signature] = learn(given, held, result)
+                of.append([x.type for x in given if type(x) is tensor])
+            return result
+        dtype, element, fields = found
+        made, value = new(of_handle), new(tensor)
+        made.data, made.dtype, made.attr = compute(dtype, *held), element, {}
+        value.handle = made
+        vars(value).update(fields)
+        return value
+
+    known: dict[Any, Any] = {}
     of: list[Any] = []  # the types, so that their ids stay taken
     return run
 
@@ -224,6 +311,23 @@ def keep_types(core: Any) -> None:
     pointer_type.__new__, pointer_type.__init__ = make_pointer, start_pointer
     block_type.__new__, block_type.__init__ = make_block, start_block
     tensor.__init__ = start_tensor
+
+
+def keep_numbers(core: Any, semantic: type) -> None:
+    """One value per number and type, and a value is itself."""
+    plain_tensor, plain_constant, tensor = semantic.to_tensor, semantic.scalar_constant, core.tensor
+    known: dict[Any, Any] = {}
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tensor else plain_tensor(self, x, check_type)
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype and dtype.name)
+        if key not in known:
+            known[key] = plain_constant(self, value, dtype)
+        return known[key]
+
+    semantic.to_tensor, semantic.scalar_constant = to_tensor, constant
 
 
 NUMBERS = {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {
