@@ -113,6 +113,12 @@ budget_option = click.option(
 kv_dtype_option = click.option(
     "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
 )
+draft_option = click.option(
+    "--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none."
+)
+draft_tokens_option = click.option(
+    "--draft-tokens", type=click.IntRange(1, 15), help="Proposed at a time by --draft; 5 if not given."
+)
 device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 dtype_option = click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
@@ -159,8 +165,8 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 @evict_option
 @budget_option
 @kv_dtype_option
-@click.option("--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none.")
-@click.option("--draft-tokens", type=click.IntRange(1, 15), help="Proposed at a time by --draft; 5 if not given.")
+@draft_option
+@draft_tokens_option
 @device_option
 @dtype_option
 @processes_option
@@ -186,14 +192,13 @@ def generate(
 
     import torch
 
-    from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
+    from attnzoo.trained.continuation import Continuation, check_draft, draft_of, load_text_model
     from attnzoo.trained.model import device_named
     from attnzoo.training.config import TrainConfig
     from attnzoo.training.launch import connected
 
     device, ahead = device_named(device), options.pop("draft_tokens")
-    if draft is None and ahead is not None:
-        raise ValueError(f"--draft-tokens: expected none without --draft, got {ahead}")
+    check_draft(draft, ahead)
     if processes > 1:
         kept = [name for name in ("evict", "budget") if options[name] is not None]
         if kept:
@@ -205,7 +210,7 @@ def generate(
         sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
         placed = own, getattr(torch, dtype) if dtype else None
         loaded = load_text_model(source, *placed)
-        proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), ahead or 5)
+        proposes = None if draft is None else draft_of(loaded, load_text_model(draft, *placed), ahead)
         options |= {"sampling": sampling, "stop": stop, "draft": proposes, "over": group}
         continuation = Continuation(loaded, prompt, max_tokens, **options)
         first = group is None or group.rank() == 0

@@ -17,7 +17,7 @@ from attnzoo.data.shards import TOKENIZER
 from attnzoo.data.tokenizer import read_tokenizer
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.models.generation.engine import Generator
-from attnzoo.models.generation.proposals import Draft, from_model
+from attnzoo.models.generation.proposals import Draft, ModelDraft, from_model
 from attnzoo.models.generation.request import Request
 from attnzoo.trained.model import TrainedModel, load_trained
 
@@ -58,8 +58,18 @@ def load_text_model(source: str | Path, device: str, dtype: torch.dtype | None =
     return found
 
 
-def draft_of(source: TrainedModel, other: TrainedModel, tokens: int) -> Draft:
-    """A draft by another trained model, which proposes so many tokens at a time to ``source``.
+def check_draft(draft: Path | None, tokens: int | None) -> None:
+    """Raise where a number of proposed tokens has no draft.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if draft is None and tokens is not None:
+        raise ValueError(f"--draft-tokens: expected none without --draft, got {tokens}")
+
+
+def draft_of(source: TrainedModel, other: TrainedModel, tokens: int | None) -> ModelDraft:
+    """A draft by another trained model, which proposes so many tokens at a time to ``source``; None for 5.
 
     Raises:
         ValueError: a model with other tokens.
@@ -70,7 +80,7 @@ def draft_of(source: TrainedModel, other: TrainedModel, tokens: int) -> Draft:
         raise ValueError(
             f"--draft: expected a model with the same tokens ({sizes[0]}), got one with others ({sizes[1]})"
         )
-    return from_model(other.model.eval(), tokens)
+    return from_model(other.model.eval(), tokens or 5)
 
 
 @dataclass(eq=False)

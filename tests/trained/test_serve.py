@@ -162,6 +162,28 @@ def test_what_prompts_have_in_common_is_read_once(client, loaded):
     assert body["choices"][0]["text"] == greedy(loaded, second, 12)
 
 
+def test_a_draft_changes_no_text_and_takes_its_memory_at_the_start(run, loaded):
+    small = train(config_of(run.parent, "small", "model={hidden_size: 16, num_layers: 1, attention: mamba2}"))
+    server = Serving(run, max_sequences=2, max_tokens=256, device="cpu", draft=small, draft_tokens=3).own_server(loaded)
+    worker = server.config.app.state.worker
+    memory, requests = worker.generator.batch.draft, worker.generator.requests
+
+    async def text(prompt):
+        return "".join([one.text async for one in worker.pieces([WantedText(encode(prompt), 12, Sampling(0.0), ())])])
+
+    worker.start()
+    try:
+        assert [asyncio.run(text(prompt)) for prompt in PROMPTS] == [greedy(loaded, prompt, 12) for prompt in PROMPTS]
+    finally:
+        worker.close()
+    assert worker.generator.batch.draft is memory
+    assert memory.model is worker.draft.model
+    assert not requests
+    assert Serving(run, draft=small).against_vllm() == "vLLM has no --draft"
+    with pytest.raises(ValueError, match="--draft-tokens: expected none without --draft, got 3"):
+        next(Serving(run, draft_tokens=3).run())
+
+
 def test_models_and_health_are_told(client):
     assert client.ask("/health") == (200, {"status": "ok"})
     (model,) = client.ask("/v1/models")[1]["data"]

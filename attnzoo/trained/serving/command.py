@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from attnzoo.data.command import PATH
-from attnzoo.trained.commands import budget_option, device_option, dtype_option, evict_option, kv_dtype_option
+from attnzoo.trained.commands import (
+    budget_option,
+    device_option,
+    draft_option,
+    draft_tokens_option,
+    dtype_option,
+    evict_option,
+    kv_dtype_option,
+)
 
 
 @click.command()
@@ -35,6 +43,8 @@ from attnzoo.trained.commands import budget_option, device_option, dtype_option,
 @evict_option
 @budget_option
 @kv_dtype_option
+@draft_option
+@draft_tokens_option
 @device_option
 @dtype_option
 def serve(source: Path, engine: str, host: str, port: int, **options: Any) -> None:

@@ -42,6 +42,8 @@ class Serving:
         prefix_cache: MiB for what prompts have in common, see
             :meth:`~attnzoo.models.generation.engine.Generator.remember`; None for 256 where keys are not given up.
         evict, budget, kv_dtype: see :class:`~attnzoo.models.generation.engine.Generator`.
+        draft: the folder of a run or model that proposes tokens to our engine, or None.
+        draft_tokens: so many at a time; None for 5.
         device: auto, cpu or cuda.
         dtype: of the weights; None keeps that of the files.
     """
@@ -56,6 +58,8 @@ class Serving:
     evict: float | str | None = None
     budget: int | str | None = None
     kv_dtype: str | None = None
+    draft: Path | None = None
+    draft_tokens: int | None = None
     device: str = "auto"
     dtype: str | None = None
 
@@ -68,10 +72,13 @@ class Serving:
         """Serve until a signal ends it, after lines that say what runs and how to ask it.
 
         Raises:
-            ValueError: a port in use; or as the engine.
+            ValueError: a port in use, ``draft_tokens`` without a draft; or as the engine.
             UnavailableError: vLLM was asked for, and is not installed or cannot.
             ModuleNotFoundError: a package of the extra `serve` is not installed.
         """
+        from attnzoo.trained.continuation import check_draft
+
+        check_draft(self.draft, self.draft_tokens)
         listening = listen(self.host, self.port)
         with listening:
             reason = self.against_vllm()
@@ -89,7 +96,8 @@ class Serving:
         """Why vLLM does not serve this; empty where it does."""
         own = {
             "--evict": self.evict, "--budget": self.budget, "--kv-dtype": self.kv_dtype,
-            "--prefix-cache": self.prefix_cache, "--device": None if self.device == "auto" else self.device,
+            "--prefix-cache": self.prefix_cache, "--draft": self.draft,
+            "--device": None if self.device == "auto" else self.device,
         }  # fmt: skip
         if named := next((name for name, value in own.items() if value is not None), None):
             return f"vLLM has no {named}"
@@ -149,25 +157,35 @@ class Serving:
         """Our engine's server of a model, not started yet.
 
         Raises:
-            ValueError, MemoryError: as :class:`~attnzoo.models.generation.engine.Generator`, and its ``remember``.
+            ValueError, MemoryError: as :class:`~attnzoo.models.generation.engine.Generator`, its ``remember``, and
+                :func:`~attnzoo.trained.continuation.draft_of`; a draft beside a budget of all layers.
         """
         import uvicorn
 
         from attnzoo.models.generation.engine import Generator
+        from attnzoo.trained.continuation import draft_of, load_text_model
         from attnzoo.trained.serving.app import application
         from attnzoo.trained.serving.asked import Reader
         from attnzoo.trained.serving.chat import chat_template
         from attnzoo.trained.serving.worker import Worker
 
-        every = 1 if loaded.model.embedding.weight.device.type == "cpu" else 4  # steps between two pieces of text
+        place = loaded.model.embedding.weight
+        every = 1 if place.device.type == "cpu" else 4  # steps between two pieces of text
         generator = Generator(
             loaded.model, self.max_sequences, self.max_tokens, check_every=every, evict=self.evict, budget=self.budget,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
         default = 0 if generator.prefill.whole() else PREFIXES
         generator.remember(default if self.prefix_cache is None else self.prefix_cache)
+        draft = None
+        if self.draft is not None and generator.batch.total:
+            raise ValueError(f"--draft: expected none with a budget of all layers, {self.budget!r}, got one")
+        if self.draft is not None:
+            draft = draft_of(loaded, load_text_model(self.draft, str(place.device), place.dtype), self.draft_tokens)
+            if draft.joins(loaded.model):
+                generator.batch.follow(draft.model, [])  # takes its memory now
         reader = Reader(loaded, self.name, self.max_tokens, chat_template(loaded.files))
-        app = application(Worker(loaded, generator), reader)
+        app = application(Worker(loaded, generator, draft), reader)
         config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=PATIENCE)
         return uvicorn.Server(config)
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from attnzoo.data.unfolding import Unfolding
 from attnzoo.models.generation.engine import Generator
+from attnzoo.models.generation.proposals import Draft
 from attnzoo.models.generation.sampling import Sampling
 from attnzoo.trained.model import TrainedModel
 
@@ -63,13 +64,14 @@ class Worker:
     Args:
         source: the model with its tokenizer.
         generator: of the same model.
+        draft: what proposes tokens to it, or None.
 
     Attributes:
         failed: the error that ended the thread, after which nothing more is drawn; None while it runs.
     """
 
-    def __init__(self, source: TrainedModel, generator: Generator) -> None:
-        self.source, self.generator = source, generator
+    def __init__(self, source: TrainedModel, generator: Generator, draft: Draft | None = None) -> None:
+        self.source, self.generator, self.draft = source, generator, draft
         self.failed: BaseException | None = None
         self._live: dict[int, Live] = {}
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            known = self.generator.step()
+            known = self.generator.step(self.draft)
         except MemoryError as error:
             if self.generator.batch.torn:
                 raise
