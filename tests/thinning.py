@@ -10,6 +10,7 @@ of two parameters occur together; ``make test-long`` has all.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -104,11 +105,18 @@ def beyond_covering(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering(needs: Mapping[Row, set[Any]]) -> set[Row]:
-    """As many rows as have all that any of them has: each time the one with most that the others do not have yet."""
-    kept, left = set(), dict(needs)
-    while left:
-        best = max(left, key=lambda row: len(left[row]))
-        kept.add(best)
-        new = left[best]
-        left = {row: rest for row, own in left.items() if (rest := own - new)}
+    """As many rows as have all that any of them has: each time the first of those with most that no other has yet."""
+    kept, have = set[Row](), set[Any]()
+    queue = [(-len(own), place, row) for place, (row, own) in enumerate(needs.items())]
+    heapq.heapify(queue)
+    while queue:
+        most, place, row = queue[0]
+        new = len(needs[row] - have)
+        if new == -most > 0:
+            kept.add(row)
+            have |= needs[row]
+        if new in (0, -most):
+            heapq.heappop(queue)
+        else:  # the count was made when fewer rows were kept
+            heapq.heapreplace(queue, (-new, place, row))
     return kept
