@@ -37,8 +37,10 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@ $(if $(findstring docs,$(EXTRAS)),$(VENV)/.docs-installed)
 
@@ -96,12 +98,12 @@ WITH_TRANSFORMERS = tests/models/test_hf.py tests/models/test_hf_training.py tes
 	tests/documents/test_tutorial_commands.py::test_from_a_llama_to_a_fox
 test-transformers: test-transformers-4.57 test-transformers-5.24
 
-test-transformers-%: $(VENV)/transformers-%/.installed
+test-transformers-%: $(VENV)/transformers-%/.installed install
 	PYTHONPATH="$(abspath $(<D))" $(PYTEST) $(WITH_TRANSFORMERS)
 
 transformers-install: $(VENV)/transformers-4.57/.installed $(VENV)/transformers-5.24/.installed
 
-$(VENV)/transformers-%/.installed: Makefile $(VENV)/.installed
+$(VENV)/transformers-%/.installed: Makefile | $(BIN)/python
 	$(PIP) --no-deps --upgrade --target $(@D) $(OF_$*)
 	touch $@
 
@@ -135,8 +137,7 @@ check: lint types test
 docs-install: docs/node_modules/.package-lock.json
 
 # what the tests alone need is not installed: it takes longer than drawing the figures
-$(VENV)/.docs-installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(VENV)/.docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --constraint constraints.txt --editable '.[train,hf,testing,triton,docs]'
 	touch $@
 
