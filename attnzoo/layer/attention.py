@@ -32,7 +32,6 @@ from attnzoo.layer.modules import (
     ACTIVATIONS,
     HeadNorm,
     l2_normalize,
-    on_kernels,
     products,
     untouched,
     writes_fuse,
@@ -327,11 +326,11 @@ class Attention(AttentionParts):
             v = self.value_residual(v, x if mixed is None else mixed[2], first)
         elif first is not None and not first:
             first.append(v)
+        if (x.is_cuda or self._impl == "triton") and untouched(self.gate):
+            shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
+            thin = {name: one.proj for name, one in shifts.items() if one is not None and untouched(one)}
+            stream.products.update(products(x, {**thin, **self.gate.maps}, self._impl))
         if self.k_shift is not None and self.v_shift is not None:
-            parts = (self.k_shift, self.v_shift, self.gate)
-            if on_kernels(self._impl, x) and all(map(untouched, parts)):
-                maps = {"k_shift": self.k_shift.proj, "v_shift": self.v_shift.proj, **self.gate.maps}
-                stream.products.update(products(x, maps, self._impl))
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
         rows = stream.shape
         q, k, v = q.reshape(*rows, *of_q), k.reshape(*rows, *of_k), v.reshape(*rows, *of_v)

@@ -43,7 +43,9 @@ def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
     """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
     short."""
     if on_kernels(impl, x) and serves(impl, "L2 norms", norms.triton_unavailable(x)):
-        return norms.head_norm(x if x.ndim == 4 else x.flatten(2, -2), kind="l2", eps=1e-6).view(x.shape)
+        if x.ndim == 4:
+            return norms.head_norm(x, kind="l2", eps=1e-6)
+        return norms.head_norm(x.flatten(2, -2), kind="l2", eps=1e-6).view(x.shape)
     x32 = wide(x)
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
@@ -66,8 +68,10 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
 
 def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
     """The products of x with the weights of thin maps, by name, as one; none where each must be called by itself."""
+    if len(maps) < 2:
+        return {}
     weights = [part.weight for part in maps.values() if type(part) is GateAffine and untouched(part)]
-    if len(weights) < len(maps) or len(maps) < 2 or not on_kernels(impl, x, *weights):
+    if len(weights) < len(maps) or not on_kernels(impl, x, *weights):
         return {}
     made = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
     return dict(zip(maps, made, strict=True))

@@ -109,11 +109,17 @@ def test_hooks_and_exchanged_modules_are_called(called: Counter[str]) -> None:
     assert type(pair("gated_deltanet")[0].output_norm) is HeadNorm
 
 
-@pytest.mark.parametrize("name", ["fox, pro", "path_fox, pro"])
-def test_thin_maps_of_a_pro_block_are_one_product(
-    name: str, called: Counter[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "thin"),
+    [
+        *((name, ("k_shift", "v_shift", "forget")) for name in ("fox, pro", "path_fox, pro")),
+        ("gated_deltanet", ("dt", "beta")), ("kda", ("channel_down", "beta")),
+    ],
+)  # fmt: skip
+def test_thin_maps_of_a_layer_are_one_product(
+    name: str, thin: tuple[str, ...], called: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the forget gate and both shifts; not where a hook waits, as those that shard a gate by itself."""
+    """Of gates and both shifts; not where a hook waits, as those that shard a gate by itself."""
     attn, plain = pair(name)
     made: list[tuple[str, ...]] = []
 
@@ -126,10 +132,10 @@ def test_thin_maps_of_a_pro_block_are_one_product(
         [y := layer(rows()), *torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad])]
         for layer in (attn, plain)
     )
-    assert made == [("k_shift", "v_shift", "forget")]
+    assert [sorted(names) for names in made] == [sorted(thin)]
     assert max(map(error, ours, exact)) < 1e-5
     expected = plain(rows())
-    for part in (attn.k_shift.proj, attn.gate):
+    for part in (attn.gate if attn.k_shift is None else attn.k_shift.proj, attn.gate):
         seen: list[Tensor] = []
         hook = part.register_forward_hook(lambda module, given, out, seen=seen: seen.append(out))
         assert error(attn(rows()), expected) < 1e-5

@@ -78,10 +78,15 @@ class SoftplusDiagonal(GateProjection):
         fill(self.channel_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
-    def logits(self, x: Tensor) -> DecayLogits:
-        """The logits from which the decays of x are computed."""
-        return DecayLogits(self.channel_up(self.channel_down(x)), self.channel_bias, self.log_a, opposite=True)
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        return {"channel_down": self.channel_down} if type(self) is SoftplusDiagonal else {}
+
+    def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
+        """The logits from which the decays of x are computed; ``known``: the product of the first map."""
+        low = self.channel_down(x) if known is None else self.channel_down(x, known)
+        return DecayLogits(self.channel_up(low), self.channel_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a, _ = log_decays(self.logits(x), self.impl)
+        a, _ = log_decays(self.logits(x, stream.products.get("channel_down")), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None

@@ -210,12 +210,17 @@ class SoftplusDecay(StepSize):
         super().reset_parameters()
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, self.a_max).log())
 
-    def logits(self, x: Tensor) -> DecayLogits:
-        """The logits from which the decays of x are computed."""
-        return DecayLogits(self.dt_proj(x), self.dt_bias, self.log_a, opposite=True)
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        return {"dt": self.dt_proj} if type(self) in (SoftplusDecay, Mamba2Decay) else {}
+
+    def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
+        """The logits from which the decays of x are computed; ``known``: the product of the map."""
+        step = self.dt_proj(x) if known is None else self.dt_proj(x, known)
+        return DecayLogits(step, self.dt_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        decay, step = log_decays(self.logits(x), self.impl, steps=self.writes)
+        decay, step = log_decays(self.logits(x, stream.products.get("dt")), self.impl, steps=self.writes)
         return Gate(log_decay=decay), step
 
 

@@ -115,8 +115,14 @@ class DeltaRule(GateProjection):
         self.beta_proj = GateAffine(sizes.hidden_size, sizes.num_kv_heads * self.factors, bias=None)
         self.reset_parameters()
 
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        return {"beta": self.beta_proj} if type(self) is DeltaRule else {}
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
+        known = stream.products.get("beta") if type(self) is DeltaRule else None
+        logits = self.beta_proj(x) if known is None else self.beta_proj(x, known)
+        beta = by_factor(wide(logits).sigmoid(), -1, self.factors)
         if self.allow_neg_eigval:
             beta = 2 * beta
             if k.dtype.itemsize == 2:  # a rounded key may be longer than 1, so that the factor could expand
