@@ -7,6 +7,9 @@ as they are, of tensors the dtype and whether 16 bytes divide the address, which
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,6 +45,51 @@ def descriptor(kind: type[Descriptor], base: Tensor, block: list[int], layout: A
         made.layout = layout
     made.looked_up_by = (base.dtype, *block, id(layout))
     return made  # type: ignore[no-any-return]
+
+
+class _InPlace(threading.local):
+    run: Callable[..., Any] | None = None  # called in place of Triton's launches of this thread
+
+
+_in_place = _InPlace()
+_lock = threading.Lock()
+_users = 0  # contexts that are entered, of all threads
+_launch_of_triton: Any = None
+
+
+def _launch(function: Any, *args: Any, **options: Any) -> Any:
+    run = _in_place.run
+    return _launch_of_triton(function, *args, **options) if run is None else run(function, *args, **options)
+
+
+@contextlib.contextmanager
+def in_place_of_launches(run: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A context in which this thread calls ``run(function, *args, grid=, warmup=, **options)`` where Triton would
+    launch a kernel, its own as well as those of other packages; it gives the launch that is replaced."""
+    global _users, _launch_of_triton
+    with _lock:
+        if not _users:
+            _launch_of_triton, JITFunction.run = JITFunction.run, _launch
+        _users += 1
+    before, _in_place.run = _in_place.run, run
+    try:
+        yield _launch_of_triton
+    finally:
+        _in_place.run = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                JITFunction.run = _launch_of_triton
+
+
+def tell(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    """Triton's own launch of a kernel, of which this thread's recorder is told."""
+    made = _launch_of_triton(function, *args, grid=grid, warmup=warmup, **options)
+    bound = function.device_caches[_current_device()][-1](*args, **options)[0]
+    whole = (*(grid(bound) if callable(grid) else grid), 1, 1)[:3]
+    begin = made.function, made.packed_metadata, None, None, None
+    recorders.current.launched(made.run, whole, begin, [*bound.values()])
+    return made
 
 
 class _Launched:
@@ -98,7 +146,7 @@ class _Launched:
         made = self._function[grid](*args, **constants)
         names = self._function.arg_names[len(args) :]
         known = all(name in self._constants and name in constants for name in names)
-        if key is not None and known and isinstance(made, CompiledKernel):
+        if key is not None and known and isinstance(made, CompiledKernel) and not recorders.compiles:
             if len(self._known) >= MOST:
                 self._known.clear()
             begin = made.function, made.packed_metadata, None, None, None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from attnzoo.kernels.common.replay import Replay
+from attnzoo.kernels.common.together import Passes, compile_together
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
@@ -47,6 +49,18 @@ def dispatched(leaves: Sequence[Any]) -> bool:
     )
 
 
+def refuse(ctx: Any, *grads: Tensor | None) -> None:
+    """The backward pass of a function that computes gradients by kernels.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "the kernels have first derivatives only: a gradient of a gradient (create_graph=True) expects "
+        "impl='reference' of the kernels' functions, or attnzoo.oracle"
+    )
+
+
 class NamedOp(Generic[Inputs, Outputs]):
     """One custom op, called with the named tuple of its inputs.
 
@@ -57,12 +71,15 @@ class NamedOp(Generic[Inputs, Outputs]):
         fake: outputs of the same shapes, dtypes and devices, without reading any values.
         changes: leaves of the inputs that ``run`` writes to.
         replays: whether ``run`` depends on nothing but its inputs, and so may be replayed (``replay.py``).
+        together: whether the kernels of a first call that records a gradient are compiled with those of the gradient;
+            no value that a kernel computes may decide what is launched.
     """
 
     def __init__(
         self, name: str, inputs: type[Inputs], outputs: type[Outputs], run: Callable[[Inputs], Outputs],
-        fake: Callable[[Inputs], Outputs], changes: Sequence[str] = (), replays: bool = False,
+        fake: Callable[[Inputs], Outputs], changes: Sequence[str] = (), replays: bool = False, together: bool = False,
     ) -> None:  # fmt: skip
+        self._together, self._compiled = together, set[tuple[Any, ...]]()
         self.run, self.inputs, self.outputs = run, _Fields(inputs), _Fields(outputs)
         self._changes = bool(changes)
         self._recorded: Any = None  # the run as autograd sees it
@@ -123,7 +140,19 @@ class NamedOp(Generic[Inputs, Outputs]):
             found = backward(ins.built(given), outs.read(made), outs.read(grads), wanted)
             return tuple(map(found.get, ins.names))
 
+        def compile_both(leaves: Sequence[Any]) -> None:
+            ctx: Any = Passes()
+            ctx.needs_input_grad = [isinstance(x, Tensor) for x in leaves]
+            made = self._run(leaves)
+            save(ctx, leaves, made)
+            differentiate(ctx, *(None if x is None else torch.empty_like(x) for x in made))
+
         def forward(ctx: Any, *leaves: Any) -> tuple[Tensor | None, ...]:
+            if self._together:
+                kind = tuple([x.dtype if isinstance(x, Tensor) else x for x in leaves])
+                if kind not in self._compiled:
+                    self._compiled.add(kind)
+                    compile_together(partial(compile_both, leaves))
             made = self._run(leaves)
             save(ctx, leaves, made)
             return tuple(made)
@@ -135,13 +164,7 @@ class NamedOp(Generic[Inputs, Outputs]):
     def refuse_second_derivatives(self) -> None:
         """Let the op, which computes gradients, say that these have no gradients themselves."""
 
-        def backward(ctx: Any, *grads: Tensor | None) -> None:
-            raise RuntimeError(
-                "the kernels have first derivatives only: a gradient of a gradient (create_graph=True) expects "
-                "impl='reference' of the kernels' functions, or attnzoo.oracle"
-            )
-
-        self._definition.register_autograd(backward)
+        self._definition.register_autograd(refuse)
 
     def _flat(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., Any]:
         """``function`` of the leaves one by one, with the signature that torch reads the op's schema from."""

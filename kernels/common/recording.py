@@ -1,4 +1,4 @@
-"""Who writes down the launches of kernels, if anybody: each thread has its own."""
+"""Who writes down the launches of kernels, if anybody, and whether they launch: each thread has its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 class _Recorders(threading.local):
     """Attributes:
     current: is told of the launches of this thread.
+    compiles: whether they compile kernels and do no more.
     hooks: Triton's settings, once a kernel is there.
     """
 
     current: Any = None
+    compiles: bool = False
     hooks: Any = None
 
     @contextlib.contextmanager

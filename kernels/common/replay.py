@@ -107,13 +107,17 @@ class Replay:
 
     Args:
         run: returns the leaves of the outputs.
+        proven: how many outputs, the first ones, a first replay in spoiled memory must give as the run gave them, to be
+            believed; for runs whose code is not this package's. Of the others it may leave numbers unwritten.
     """
 
-    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], proven: int = 0) -> None:
+        self._run, self._proven = run, proven
         self._known: dict[tuple[Any, ...], _Recording | str] = {}  # or why it is run
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if recorders.compiles:
+            return self._run(leaves)
         device = _current_device()
         key: list[Any] = [tiles.changes(), torch.get_float32_matmul_precision(), device, leaves[0].get_device()]
         pointers: list[int] = []
@@ -147,15 +151,23 @@ class Replay:
             return self._run(leaves)
         if torch.are_deterministic_algorithms_enabled():  # new memory is filled
             return self._run(leaves)
+        if self._proven and torch.cuda.is_current_stream_capturing():
+            return self._run(leaves)
         tensors = [p for x, p in zip(leaves, pointers, strict=True) if isinstance(x, Tensor)]
         if len(set(tensors)) < len(tensors):  # which is which could not be told
             return self._run(leaves)
         recorder = _Recorder(leaves)
         with recorder, recorders.listening(recorder):
             outputs = self._run(leaves)
-        self._known[key] = recorder.recording(outputs)
-        if recorder.why:
-            _logger.debug("a run is not replayed: %s", recorder.why)
+        recording = recorder.recording(outputs)
+        if self._proven and isinstance(recording, _Recording):
+            again = recording(leaves, [*pointers], key[2], spoiled=True)
+            pairs = [*zip(outputs, again, strict=True)]
+            if not all(_same(a, b, n >= self._proven) for n, (a, b) in enumerate(pairs)):
+                recording = "a replay gives other numbers"
+        if isinstance(recording, str):
+            _logger.debug("a run is not replayed: %s", recording)
+        self._known[key] = recording
         return outputs
 
 
@@ -298,8 +310,14 @@ class _Recording:
         self._returned = [x if x is None else x._replace(of=places[x.of][0]) for x in returned]
         self._lock = threading.Lock()  # the lists of arguments are filled in place
 
-    def __call__(self, leaves: Sequence[Any], pointers: list[int], device: int) -> list[Tensor | None]:
-        """The outputs' leaves; ``pointers`` are those of the inputs, to which those of what is made are added."""
+    def __call__(
+        self, leaves: Sequence[Any], pointers: list[int], device: int, spoiled: bool = False
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The outputs' leaves; ``pointers`` are those of the inputs, to which those of what is made are added.
+
+        Args:
+            spoiled: fill new memory with bytes that are NaN.
+        """
         tensors = [*leaves]
         stream = _stream(device)
         with self._lock:
@@ -314,6 +332,8 @@ class _Recording:
                     run(*grid, stream, *begin, *args)
                 elif kind is _Made:
                     x = torch.empty_strided(step.size, step.stride, dtype=step.dtype, device=self._device)
+                    if spoiled:
+                        x.untyped_storage().fill_(255)
                     tensors.append(x.zero_() if step.zeros else x)
                     pointers.append(x.data_ptr())
                 elif kind is _Call:
@@ -326,6 +346,13 @@ class _Recording:
                 else:
                     tensors[step] = None
         return [None if x is None else _seen(tensors, x) for x in self._returned]
+
+
+def _same(a: Tensor | None, b: Tensor | None, partly: bool) -> bool:
+    """Whether b holds the numbers of a; with ``partly``, where b is no NaN."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(torch.where(b.isnan(), b, a).nan_to_num() if partly else a, b.nan_to_num() if partly else b)
 
 
 def _seen(tensors: Sequence[Any], view: _View) -> Tensor:

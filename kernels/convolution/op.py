@@ -65,7 +65,7 @@ def _gradients(x: ConvolutionInputs, made: Convolved, grads: Convolved, wanted: 
 
 
 forward_op = NamedOp(
-    "attnzoo::convolution_forward", ConvolutionInputs, Convolved, _forward, _forward_fake, replays=True
+    "attnzoo::convolution_forward", ConvolutionInputs, Convolved, _forward, _forward_fake, replays=True, together=True
 )
 backward_op = NamedOp(
     "attnzoo::convolution_backward", ConvolutionBackward, ConvolutionGradients, _backward, _backward_fake, replays=True

@@ -116,7 +116,7 @@ def _backward_fake(x: ChunkBackward) -> ChunkGradients:
 
 
 chunk_forward_op = NamedOp(
-    "attnzoo::linear_chunks_forward", ChunkInputs, ChunkOutputs, _forward, _forward_fake, replays=True
+    "attnzoo::linear_chunks_forward", ChunkInputs, ChunkOutputs, _forward, _forward_fake, replays=True, together=True
 )
 chunk_backward_op = NamedOp(
     "attnzoo::linear_chunks_backward", ChunkBackward, ChunkGradients, _backward, _backward_fake, replays=True

@@ -182,7 +182,9 @@ def _gradients(x: DecayInputs, made: DecayOutputs, grads: DecayOutputs, wanted: 
     return backward_op(DecayBackward(x.of, *grads))._asdict()
 
 
-forward_op = NamedOp("attnzoo::log_decays_forward", DecayInputs, DecayOutputs, _forward, _forward_fake, replays=True)
+forward_op = NamedOp(
+    "attnzoo::log_decays_forward", DecayInputs, DecayOutputs, _forward, _forward_fake, replays=True, together=True
+)
 backward_op = NamedOp(
     "attnzoo::log_decays_backward", DecayBackward, DecayGradients, _backward, _backward_fake, replays=True
 )

@@ -77,7 +77,7 @@ def _backward_fake(x: WriteBackward) -> WriteInputs:
 
 forward_op = NamedOp(
     "attnzoo::written_values_forward", WriteInputs, WriteOutputs, _forward,
-    lambda x: WriteOutputs(x.v.new_empty(x.v.shape)), replays=True,
+    lambda x: WriteOutputs(x.v.new_empty(x.v.shape)), replays=True, together=True,
 )  # fmt: skip
 backward_op = NamedOp(
     "attnzoo::written_values_backward", WriteBackward, WriteInputs, _backward, _backward_fake, replays=True

@@ -67,7 +67,9 @@ def _gradients(x: NormInputs, made: NormOutputs, grads: NormOutputs, wanted: set
     return backward_op(NormBackward(x, grads.y))._asdict()
 
 
-forward_op = NamedOp("attnzoo::head_norm_forward", NormInputs, NormOutputs, _forward, _forward_fake, replays=True)
+forward_op = NamedOp(
+    "attnzoo::head_norm_forward", NormInputs, NormOutputs, _forward, _forward_fake, replays=True, together=True
+)
 backward_op = NamedOp(
     "attnzoo::head_norm_backward", NormBackward, NormGradients, _backward, _backward_fake, replays=True
 )

@@ -124,6 +124,7 @@ def test_where_none_of_the_few_fits_all_are_measured(
     monkeypatch.setattr(tuner, "run", launch)
     fla_tuning.shorten()
     assert tuner.run(3) == 3
+    assert tuner.given is None  # no tensor of a call lives on
     tuner.cache["of another shape"] = tuner.configs[0]
     with caplog.at_level(logging.WARNING, "attnzoo.fla"):
         assert tuner.run(room=2) == 2

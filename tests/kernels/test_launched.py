@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,9 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from attnzoo.kernels.common import launched
+from attnzoo.kernels.common import launched, together
 from attnzoo.kernels.common.launched import descriptor
+from attnzoo.kernels.common.recording import recorders
 
 
 def add_kernel(p_x, p_y, n, scale, D: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -130,3 +133,73 @@ def test_every_kernel_of_a_replayed_op_reports_its_launches() -> None:
     found = {name: above for file in root.rglob("*.py") for above, name in jits.findall(file.read_text())}
     assert {"fox_fwd_hopper_kernel", "path_block_fwd_hopper_kernel", "path_block_fwd_kernel"} <= found.keys()
     assert [name for name, above in found.items() if "@launched\n" not in above] == []
+
+
+def test_launches_of_other_packages_are_told_with_their_arguments_in_the_kernels_order(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(JITFunction, "run", lambda function, *args, **options: recorder.compile(*args, **options))
+    kernel = recorder.kernel._function
+    kernel.device_caches = {
+        launched._current_device(): ({}, lambda p_x, p_y, **rest: ({"p_x": p_x, "p_y": p_y, **rest},))
+    }
+    noted: list[Any] = []
+    with (
+        recorders.listening(SimpleNamespace(launched=lambda *told: noted.append(told))),
+        launched.in_place_of_launches(launched.tell),
+    ):
+        kernel[lambda bound: (bound["n"], 2)](X, p_y=X, n=5, scale=0.5, D=16, FLAG=True)
+    (run, grid, begin, args), (first,) = noted[0], recorder.first
+    assert (grid, begin) == ((5, 2, 1), ("function", "metadata", None, None, None))
+    assert all(x is X for x in args[:2])
+    assert args[2:] == [5, 0.5, 16, True]
+    assert first[0] is X
+    run(*grid, 7, *begin, *args)
+    assert len(recorder.again) == 1
+    kernel[(1,)](X, X, 5, 0.5, D=16, FLAG=True)
+    assert len(noted) == 1
+
+
+def test_what_is_compiled_only_is_no_launch_that_repeats(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """It has not been loaded onto a GPU."""
+    monkeypatch.setattr(recorders, "compiles", True)
+    recorder.kernel[(1,)](X, X, 5, 0.5, D=16, FLAG=True)
+    monkeypatch.setattr(recorders, "compiles", False)
+    for _ in range(2):
+        recorder.kernel[(1,)](X, X, 5, 0.5, D=16, FLAG=True)
+    assert recorder.times() == (2, 1)
+
+
+def test_kernels_are_compiled_side_by_side_and_those_that_fail_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not together.can_compile_together():
+        pytest.skip("before Triton 3.5")
+    from triton.runtime import _async_compile
+
+    begun, compiled = threading.Barrier(3), {}  # type: ignore[var-annotated]
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+    def compile_(size: int) -> Any:
+        begun.wait(5)
+        if size == 32:
+            raise RuntimeError("too large")
+        return SimpleNamespace(size=size)
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, D: int) -> None:
+        assert warmup
+        assert recorders.compiles
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        compiled[D] = mode.submit(D, partial(compile_, D), partial(compiled.__setitem__, D))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    kernel: Any = JITFunction(add_kernel)
+    kernel.device_caches = {0: (compiled,)}
+    with together.compiled_together() as met:
+        for D in (16, 32, 64):
+            kernel[(1,)](X, D=D)
+    assert met == [kernel] * 3
+    assert {D: made.size for D, made in compiled.items()} == {16: 16, 64: 64}
+    assert not recorders.compiles
+    assert JITFunction.run is run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from named_ops import opcheck
 from torch import Tensor
 
+from attnzoo.kernels.common import named_op
 from attnzoo.kernels.common.named_op import NamedOp
+from attnzoo.kernels.common.recording import recorders
 
 
 class Factors(NamedTuple):
@@ -127,3 +130,40 @@ def test_compiles_as_one_graph() -> None:
     assert torch.equal(got, want)
     grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (got, want)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Scaled(NamedTuple):
+    x: Tensor
+    by: float
+
+
+class Scaling(NamedTuple):
+    x: Tensor
+
+
+def test_kernels_of_a_first_call_are_compiled_with_those_of_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a kind of calls, whatever the shapes; not where no gradient is recorded."""
+    seen: list[str] = []
+
+    def scaled(x: Scaled) -> Scaling:
+        seen.append("compiled" if recorders.compiles else "run")
+        return Scaling(x.x * x.by)
+
+    def compile_together(run: Callable[[], object]) -> None:
+        monkeypatch.setattr(recorders, "compiles", True)
+        run()
+        monkeypatch.setattr(recorders, "compiles", False)
+
+    op = NamedOp(
+        "attnzoo_tests::scaled", Scaled, Scaling, scaled, lambda x: Scaling(torch.empty_like(x.x)), together=True
+    )
+    op.differentiable(lambda x, made, grads, wanted: {"x": op(Scaled(grads.x, x.by)).x}, inputs=("x",), outputs=())
+    monkeypatch.setattr(named_op, "compile_together", compile_together)
+    for n, by, expected in ((3, 2.0, ["compiled", "compiled", "run", "run"]), (5, 2.0, ["run", "run"])):
+        seen.clear()
+        x = torch.ones(n, requires_grad=True)
+        op(Scaled(x.detach(), by))
+        assert seen == ["run"]
+        seen.clear()
+        assert torch.equal(torch.autograd.grad(op(Scaled(x, by)).x.sum(), x)[0], torch.full((n,), by))
+        assert seen == expected

@@ -194,6 +194,33 @@ def test_kinds_are_forgotten_rather_than_piled_up(again: Any, monkeypatch: pytes
         assert len(made._known) <= 4
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_recording_is_believed_where_it_gives_the_numbers_in_spoiled_memory(
+    told: bool, again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Of what is not proven, rows may be left unwritten."""
+
+    def run(leaves: Sequence[Any]) -> list[Tensor]:
+        x, y = leaves
+        runs.append(1)
+        square, kept = torch.zeros_like(x), torch.empty(2, *x.shape)
+        launch(x, x, square, 1.0)
+        kept[0] = square
+        with recorders.listening(recorders.current if told else None):
+            launch(x, y, square, 1.0)
+        return [square, kept]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made = Replay(run, proven=1)
+    for n in range(4):
+        runs.clear()
+        x, y = pair()
+        square, kept = made((x, y))
+        assert bool(runs) == (n < 2 or not told)
+        torch.testing.assert_close(square, x * x + x * y)
+        assert torch.equal(kept[0], x * x)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("function", "family", "case"),

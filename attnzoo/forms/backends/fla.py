@@ -24,10 +24,10 @@ from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.values import OPAQUE, in_transform
+from attnzoo.algebra.values import OPAQUE, in_transform, records
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla_mended
-from attnzoo.forms.backends.fla_tuning import shorten, will_run
+from attnzoo.forms.backends import fla_mended, fla_steps
+from attnzoo.forms.backends.fla_tuning import all_tiles, shorten, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
@@ -39,6 +39,7 @@ from attnzoo.kernels.common.device import (
     interpreted,
     machine,
 )
+from attnzoo.kernels.common.together import compile_together
 from attnzoo.kernels.common.untraced import cached_in_traces, untraced
 
 logger = logging.getLogger("attnzoo.fla")
@@ -193,8 +194,17 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     q, v = ready.q, ready.v
     if given.cu_seqlens is not None:
         ready.options["cu_seqlens"] = _int64(given.cu_seqlens)
-    will_run(f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
+    shape = f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
+    will_run(shape)
+    kind = operation, shape, q.device, records(q, k, v), given.cu_seqlens is None, call.state is None
+    if kind not in _compiled:
+        _compiled.add(kind)
+        if q.is_cuda and not all_tiles():
+            compile_together(lambda: operation(ready))
     return operation(ready)
+
+
+_compiled: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels were compiled together
 
 
 def prepared_inputs(call: Call, given: LinearOptions, heads: int) -> Prepared:
@@ -262,7 +272,7 @@ def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 @of_any_width
 def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_gla``, for a decay per channel and perhaps a scalar decay."""
-    return _op("gla", "chunk_gla")(x.q, x.k, x.v, _channels(x), **x.options)
+    return _op("gla", "chunk_gla")(x.q, x.k, x.v, g=_channels(x), **x.options)
 
 
 @of_any_width
@@ -273,15 +283,15 @@ def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     g = x.gate.per_token(x.q).log_decay
     if g is None:
-        return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta, **x.options)
-    return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, _finite(g), beta, **x.options)
+        return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta=beta, **x.options)
+    return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, g=_finite(g), beta=beta, **x.options)
 
 
 @of_any_width
 def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_kda``, for the delta rule with a decay per channel and perhaps a scalar decay."""
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
-    return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
+    return _op("kda", "chunk_kda")(x.q, x.k, x.v, g=_channels(x), beta=beta, **x.options)
 
 
 def _miscompiled(gate: Gate, q: Tensor) -> bool:
@@ -329,7 +339,7 @@ def _warn(what: str) -> None:
 def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
     shorten()
-    return operation
+    return fla_steps.repeating(family, name, operation, VERSION)
 
 
 def _channels(x: Prepared) -> Tensor:
@@ -342,7 +352,7 @@ def _channels(x: Prepared) -> Tensor:
 
 
 def _finite(log: Tensor | None) -> Tensor:
-    return cast(Tensor, log).float().clamp(min=CLOSED_AS)
+    return F.threshold(cast(Tensor, log).float(), CLOSED_AS, CLOSED_AS)  # a kernel each way, which clamp has not
 
 
 _converted: tuple[weakref.ref[Tensor], int, Tensor] | None = None

@@ -13,9 +13,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from attnzoo.kernels.common.recording import recorders
+from attnzoo.kernels.common.together import can_compile_together, compiled_together
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -134,6 +136,10 @@ def _run(name: str, tuner: Any, everything: list[Any], run: Callable[..., Any], 
     from triton.runtime.errors import OutOfResources
 
     tuner.given = args, options
+    if recorders.compiles:
+        for config in tuner.configs:
+            tuner.fn.run(*args, **{**options, **config.all_kwargs()})
+        return None
     try:
         return run(*args, **options)
     except OutOfResources as error:
@@ -145,6 +151,8 @@ def _run(name: str, tuner: Any, everything: list[Any], run: Callable[..., Any], 
         tuner.configs = everything
         tuner.cache.clear()
         return run(*args, **options)
+    finally:
+        tuner.given = None  # tensors, which would live on
 
 
 def _measure(call: Callable[[], Any], quantiles: Sequence[float]) -> Any:
@@ -185,26 +193,20 @@ def _looked_up(
 
 
 def _compile(tuner: Any, configs: Sequence[Any]) -> None:
-    """Compile a kernel with all tiles at the same time, where Triton can (from 3.5 on): it takes longer than to measure
-    them. What fails is compiled again, and its error seen, where it is measured."""
-    import triton
-
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None or len(configs) < 2:
+    """Compile a kernel with all tiles at the same time, where Triton can: it takes longer than to measure them."""
+    if len(configs) < 2 or not can_compile_together():
         return
     args, options = tuner.given
     try:
-        with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool, mode(pool, ignore_errors=True):
+        with compiled_together() as met:
+            kernel = tuner.fn
+            while not hasattr(kernel, "device_caches"):
+                kernel = kernel.fn
+            met.append(kernel)
             for config in configs:
                 tuner.fn.run(*args, **{**options, **config.all_kwargs(), "warmup": True})
     except Exception as error:  # the measurement does without
         logger.debug("tiles are compiled one after the other: %r", error)
-    kernel = tuner.fn
-    while not hasattr(kernel, "device_caches"):
-        kernel = kernel.fn
-    for compiled, *_ in kernel.device_caches.values():
-        for key in [key for key, made in compiled.items() if vars(made).get("kernel", made) is None]:
-            del compiled[key]
 
 
 @contextlib.contextmanager

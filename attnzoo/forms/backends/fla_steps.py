@@ -1,0 +1,155 @@
+"""Training steps of flash-linear-attention's chunk operations without their Python code, once they repeat.
+
+A step of theirs is eleven to fifteen launches, and the library and Triton spend 50 to 100 microseconds on each. Their
+passes are functions of tensors, so they are recorded and replayed as the ops of this package are
+(``kernels/common/replay.py``); a recording is believed where it gives what the run gave, in spoiled memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms.backends import fla_kernels
+from attnzoo.kernels.common.device import triton_version
+from attnzoo.kernels.common.named_op import dispatched, refuse
+from attnzoo.kernels.common.recording import recorders
+from attnzoo.kernels.common.replay import Replay
+from attnzoo.kernels.common.together import Passes
+
+Operation = Callable[..., tuple[Tensor, Tensor | None]]
+# Their torch.autograd.Function, and what its forward pass is given where it has no default.
+FUNCTIONS = {
+    "chunk_simple_gla": "ChunkSimpleGLAFunction", "chunk_gla": "ChunkGLAFunction", "chunk_kda": "ChunkKDAFunction",
+    "chunk_delta_rule": "ChunkDeltaRuleFunction", "chunk_gated_delta_rule": "ChunkGatedDeltaRuleFunction",
+}  # fmt: skip
+NEUTRAL = {"state_v_first": False}  # and None for others
+
+
+class _Kind:
+    """Calls of one function with the same numbers, and tensors in the same places.
+
+    Args:
+        function: their torch.autograd.Function.
+        given: its arguments; tensors among them stand for those of each call.
+    """
+
+    def __init__(self, function: Any, given: Sequence[Any]) -> None:
+        self._function = function
+        self._numbers = [None if isinstance(x, Tensor) else x for x in given]
+        self._tensors = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
+        self._context: dict[str, Any] = {}
+        self.saved: list[int | None] = []  # of each tensor that is saved: which input, -1 for a new one
+        self.forward, self.backward = Replay(self._forward, proven=1), Replay(self._backward, proven=len(self._tensors))
+
+    def _forward(self, leaves: Sequence[Any]) -> list[Any]:
+        """Output, last state, and what is saved beside inputs."""
+        given, context = [*self._numbers], Passes()
+        for i, x in zip(self._tensors, leaves, strict=True):
+            given[i] = x
+        with _told():
+            made = self._function.forward(context, *given)
+        numbers = [id(x) for x in leaves]
+        self.saved = [
+            None if x is None else numbers.index(id(x)) if id(x) in numbers else -1 for x in context.saved_tensors
+        ]
+        new = [x for x, place in zip(context.saved_tensors, self.saved, strict=True) if place == -1]
+        self._context = {name: x for name, x in vars(context).items() if name != "saved_tensors"}
+        return [*made, *new]
+
+    @torch.no_grad()
+    def compile(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Both passes where launches compile kernels and do no more; what they return says nothing."""
+        o, state, *new = self._forward(leaves)
+        self._backward((torch.empty_like(o), state, *self.filled(leaves, new)))
+        return o, state
+
+    def filled(self, leaves: Sequence[Tensor], new: Iterable[Tensor]) -> list[Tensor | None]:
+        """What is saved, from the inputs and what the forward pass has made for it."""
+        made = iter(new)
+        return [None if place is None else next(made) if place < 0 else leaves[place] for place in self.saved]
+
+    def _backward(self, leaves: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs, for those of output and last state and what was saved."""
+        context = Passes()
+        vars(context).update(self._context, saved_tensors=tuple(leaves[2:]))
+        with _told():
+            found = self._function.backward(context, *leaves[:2])
+        return [found[i] for i in self._tensors]
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, *leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+        o, state, *new = kind.forward(leaves)
+        ctx.kind = kind
+        ctx.save_for_backward(*kind.filled(leaves, new))
+        return o, state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        leaves = *grads, *ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, *_Gradients.apply(ctx.kind, *leaves)
+        return None, *ctx.kind.backward(leaves)
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, *leaves: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(kind.backward(leaves))
+
+    backward = staticmethod(refuse)
+
+
+def _told() -> contextlib.AbstractContextManager[object]:
+    """A context in which the recorder, if there is one, is told of launches by Triton."""
+    if recorders.current is None:
+        return contextlib.nullcontext()
+    from attnzoo.kernels.common.launched import in_place_of_launches, tell
+
+    return in_place_of_launches(tell)
+
+
+def repeating(family: str, name: str, operation: Operation, version: str) -> Operation:
+    """An operation of flash-linear-attention, by keywords after q, k and v, whose training steps are replayed.
+
+    Packed sequences are not, as their borders are read on the CPU, nor calls of releases that nobody has read, or where
+    other packages' kernels may serve them, whose launches nobody hears of.
+    """
+    known = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.installed()
+    if not known or os.environ.get("FLA_GLUON", "0") != "0" or name not in FUNCTIONS:
+        return operation
+    function = getattr(importlib.import_module(f"fla.ops.{family}.chunk"), FUNCTIONS[name])
+    _, *parameters = inspect.signature(function.forward).parameters.values()
+    defaults = {x.name: NEUTRAL.get(x.name) if x.default is x.empty else x.default for x in parameters}
+    kinds: dict[tuple[Any, ...], _Kind] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+        gates = [x for x in given.values() if isinstance(x, Tensor)]
+        records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *gates))
+        if given["cu_seqlens"] is not None or not records or dispatched((q, k, v, *gates)):
+            return operation(q, k, v, **given)
+        scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
+        leaves = [
+            x.contiguous() if isinstance(x, Tensor) else x
+            for x in {**defaults, "q": q, "k": k, "v": v, **given, "scale": scale}.values()
+        ]
+        key = tuple(x.dtype if isinstance(x, Tensor) else x for x in leaves)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _Kind(function, leaves)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if recorders.compiles:
+            return kind.compile(tensors)
+        o, state = _Step.apply(kind, *tensors)
+        return o, state
+
+    return run

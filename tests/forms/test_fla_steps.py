@@ -1,0 +1,160 @@
+"""Training steps of flash-linear-attention that repeat are replayed, on a function that is made here in its manner."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo.forms.backends import fla_kernels, fla_steps
+from attnzoo.kernels.common import replay
+from attnzoo.kernels.common.recording import recorders
+
+N = 96
+runs: list[str] = []
+untold: list[bool] = []
+
+
+def _floats(pointer: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_float * N).from_address(pointer))
+
+
+def multiply_add(gx: int, gy: int, gz: int, stream: int, p_x: int, p_y: int, p_z: int) -> None:
+    """A launcher: z += x y of N floats."""
+    _floats(p_z)[:] += _floats(p_x) * _floats(p_y)
+
+
+def launch(x: Tensor, y: Tensor, z: Tensor) -> None:
+    if recorders.current is not None and not untold:
+        recorders.current.launched(multiply_add, (1, 1, 1), (), [x, y, z])
+    multiply_add(1, 1, 1, 0, x.data_ptr(), y.data_ptr(), z.data_ptr())
+
+
+class Chunks(torch.autograd.Function):
+    """o = scale q k (v + state), in a layout of its own, with a last state of k (v + state)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Any, output_final_state: bool,
+        state_v_first: bool, cu_seqlens: Any, chunk_size: int = 64,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        assert (state_v_first, cu_seqlens, chunk_size) == (False, None, 64)
+        runs.append("forward")
+        v = v if initial_state is None else v + initial_state
+        last, o = torch.zeros_like(k), torch.zeros_like(q)
+        launch(k, v, last)
+        launch(q, last, o)
+        ctx.save_for_backward(q, k, v, last, None)
+        ctx.scale, ctx.carried = scale, initial_state is not None
+        return o * scale, last if output_final_state else None
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
+        runs.append("backward")
+        (q, k, v, last, _), do = ctx.saved_tensors, do * ctx.scale
+        dq, dkv, dk, dv = (torch.zeros_like(q) for _ in range(4))
+        launch(do, last, dq)
+        launch(do, q, dkv)
+        dkv = dkv if dlast is None else dkv.add_(dlast)
+        launch(dkv, v, dk)
+        launch(dkv, k, dv)
+        return dq, dk, dv, None, dv.clone() if ctx.carried else None, None, None, None, None
+
+
+def operation(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Any = None,
+    output_final_state: bool = False, cu_seqlens: Any = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    runs.append("operation")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    o, state = Chunks.apply(q, k, v, scale, initial_state, output_final_state, False, None)
+    return o, state
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.Operation]:
+    module = types.ModuleType("fla.ops.pretended.chunk")
+    module.Chunks = Chunks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
+    monkeypatch.setitem(sys.modules, "fla.ops.pretended", types.ModuleType("fla.ops.pretended"))
+    monkeypatch.setitem(sys.modules, "fla.ops.pretended.chunk", module)
+    monkeypatch.setitem(fla_steps.FUNCTIONS, "operation", "Chunks")
+    monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(replay, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    monkeypatch.setattr(replay, "_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    untold.clear()
+    yield fla_steps.repeating("pretended", "operation", operation, "0.6.0")
+    torch.use_deterministic_algorithms(before)
+
+
+def step(function: Any, seed: int, **given: Any) -> list[Tensor]:
+    """Outputs and gradients."""
+    torch.manual_seed(seed)
+    leaves = [torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(3)]
+    if given.get("initial_state"):
+        given["initial_state"] = torch.randn(1, N // 8, 2, 4).requires_grad_()
+        leaves.append(given["initial_state"])
+    options = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None} | given
+    made = [x for x in function(*leaves[:3], **options) if x is not None]
+    return [*made, *torch.autograd.grad(made, leaves, [torch.randn_like(x) for x in made])]
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 2.0}, {"initial_state": True, "output_final_state": True}], ids=str)
+def test_steps_from_the_third_on_are_replayed_with_the_same_numbers(given: Any, repeating: Any) -> None:
+    for seed in range(5):
+        runs.clear()
+        got = step(repeating, seed, **given)
+        assert runs == (["forward", "backward"] if seed < 2 else [])
+        for a, b in zip(got, step(operation, seed, **given), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_launch_that_nobody_hears_of_ends_all_replays(repeating: Any) -> None:
+    untold.append(True)
+    for seed in range(4):
+        runs.clear()
+        got = step(repeating, seed)
+        assert runs == ["forward", "backward"]
+        for a, b in zip(got, step(operation, seed), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_calls_without_a_gradient_and_packed_ones_are_the_librarys_own(repeating: Any) -> None:
+    x = torch.randn(1, N // 8, 2, 4)
+    options = {"scale": None, "initial_state": None, "output_final_state": False}
+    recorded, borders = x.clone().requires_grad_(), torch.tensor([0, 2])
+    for tensors, cu_seqlens in (((x, x + 1, x + 2), None), ((recorded, x + 1, x + 2), borders)):
+        runs.clear()
+        repeating(*tensors, **options, cu_seqlens=cu_seqlens)
+        assert runs == ["operation", "forward"]
+
+
+def test_a_gradient_of_a_gradient_is_refused(repeating: Any) -> None:
+    x = torch.randn(1, N // 8, 2, 4).requires_grad_()
+    o, _ = repeating(x, x + 1, x + 2, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None)
+    (dx,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("version", "others", "name"),
+    [("0.7.0", [], "operation"), ("0.6.1", ["tilelang"], "operation"), ("0.6.0", [], "x")],
+)
+def test_what_nobody_has_read_is_the_librarys_own(
+    version: str, others: list[str], name: str, repeating: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fla_kernels, "installed", lambda: others)
+    assert fla_steps.repeating("pretended", name, operation, version) is operation
