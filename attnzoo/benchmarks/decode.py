@@ -111,15 +111,18 @@ def forgetful_step(x: Inputs) -> Step:
         after.within_budget()
         return o
 
-    if not x.k.is_cuda:
-        return step
+    return captured(step) if x.k.is_cuda else step
+
+
+def captured(step: Step) -> Step:
+    """A step as one CUDA graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = step()
 
-    def replay() -> Tensor:
+    def replay(read: Step = step) -> Tensor:  # the graph reads tensors that only the step holds
         graph.replay()
         return o
 

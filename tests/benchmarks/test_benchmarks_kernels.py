@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,12 +18,28 @@ import pytest
 import torch
 
 from attnzoo import Gate, get
-from attnzoo.benchmarks import attention, fox, measure, path
+from attnzoo.benchmarks import attention, decode, fox, measure, path
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.path.reference import path_reference
 
 RESULTS = Path(__file__).parents[2] / "docs/benchmarks/results"
+
+
+def test_what_a_captured_step_reads_lives_as_long_as_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keys:
+        number = torch.ones(1)
+
+    def made() -> tuple[decode.Step, weakref.ref[Keys]]:
+        keys = Keys()
+        return decode.captured(lambda: keys.number), weakref.ref(keys)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    replay, keys = made()
+    assert keys() is not None
+    assert replay() is Keys.number
 
 
 def test_pruned_time_is_compared_with_what_is_kept() -> None:
