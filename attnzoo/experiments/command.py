@@ -142,7 +142,7 @@ def sizes(results: tuple[Path, ...], out: Path | None) -> None:
     from attnzoo.experiments.experiment import find
     from attnzoo.experiments.figures import to_svg
     from attnzoo.experiments.outcome import load_outcome
-    from attnzoo.experiments.sizes import curves_of, gains_by_size, sides_of, table_of
+    from attnzoo.experiments.sizes import curves_of, gains_by_size, left_out, sides_of, table_of
     from attnzoo.files import write_whole
     from attnzoo.terminal import print_table
 
@@ -150,6 +150,8 @@ def sizes(results: tuple[Path, ...], out: Path | None) -> None:
     found = find(outcomes[0].experiment)
     rows = gains_by_size(found, outcomes)
     print_table(table_of(rows), Console(highlight=False))
+    if left := left_out(found, rows):
+        click.echo(f"left out, as not all results have runs of them: {'; '.join(left)}")
     for side in sides_of(found, rows) if out else ():
         path = Path(out or "") / f"{outcomes[0].experiment}-{side}.svg"
         write_whole(path, to_svg(curves_of(found, rows, side), f"sizes-{side}", f"Gains by size, {side} side"))

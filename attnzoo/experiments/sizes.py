@@ -42,25 +42,27 @@ class GainBySize:
 
 
 def gains_by_size(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[GainBySize]:
-    """The gains of an experiment by size: those that it correlates, or else the differences that it claims.
+    """The gains of an experiment by size: those that it correlates, or else the differences that it claims, as far as
+    all results have runs of the models.
 
     Args:
         experiment: the experiment.
         outcomes: its results at two sizes or more.
 
     Raises:
-        ValueError: fewer than two sizes, another experiment's result, or a gain that not all results have.
+        ValueError: fewer than two sizes, another experiment's result, or no gain that all results have.
     """
     for outcome in outcomes:
         if outcome.experiment != outcomes[0].experiment:
             raise ValueError(f"results: expected ones of {outcomes[0].experiment!r}, got one of {outcome.experiment!r}")
     if len({outcome.size for outcome in outcomes}) < max(2, len(outcomes)):
         raise ValueError(f"results: expected some of different sizes, got {', '.join(x.size for x in outcomes)}")
-    found = list[GainBySize]()
+    found, missing = list[GainBySize](), ""
     for lower, higher in _pairs(experiment):
         arms = {lower.arm, higher.arm}
         if lacking := [x.size for x in outcomes if any(not x.of(arm) for arm in arms)]:
-            raise ValueError(f"results: expected runs of {' and '.join(sorted(arms))} in all, got none in {lacking[0]}")
+            missing = missing or f"expected runs of {' and '.join(sorted(arms))} in all, got none in {lacking[0]}"
+            continue
         numbers = [(outcome.values(lower), outcome.values(higher)) for outcome in outcomes]
         weights = [outcome.of(lower.arm)[0].parameters for outcome in outcomes]
         order = np.argsort(weights)
@@ -70,7 +72,15 @@ def gains_by_size(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[G
         p = 2 * tail(abs(change) / error, freedom) if error > 0 else math.nan
         means, errors, _ = (np.array(column, dtype=np.float64) for column in zip(*gains, strict=True))
         found.append(GainBySize(lower, higher, np.array(weights, dtype=np.float64)[order], means, errors, p))
+    if not found:
+        raise ValueError(f"results: {missing}")
     return found
+
+
+def left_out(experiment: Experiment, rows: Sequence[GainBySize]) -> list[str]:
+    """The models of whose gains there are no rows, as not all results have runs of them."""
+    shown = {row.lower.arm for row in rows}
+    return list(dict.fromkeys(lower.arm for lower, _ in _pairs(experiment) if lower.arm not in shown))
 
 
 def _pairs(experiment: Experiment) -> list[tuple[Value, Value]]:

@@ -136,6 +136,23 @@ def without_noise(size: str, experiment: str, number: int = 0) -> float:
     return correlation(one, other, claim.parts)[0] / math.sqrt(reliable)
 
 
+def across(experiment: str, sizes: tuple[str, str], side: int) -> tuple[float, float]:
+    """The correlation of the gains of one side at two sizes, and its p by relabelled parts."""
+    found = [_gains(size, experiment, 0) for size in sizes]
+    return correlation(found[0][1 + side], found[1][1 + side], found[0][0].parts)
+
+
+def trained_faster(folder: str, context: int) -> float:
+    """How many times as fast training is with pruning, by the medians of a record of `bench acp`."""
+    return float(np.median(of_context(folder, context, "pruned")) / np.median(of_context(folder, context, "plain")))
+
+
+def of_context(folder: str, context: int, key: str) -> Any:
+    """A number of a row of `bench acp`, or its measurements of one kind."""
+    [row] = [each for each in run(folder)["rows"] if each["context"] == context]
+    return row[key]
+
+
 def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> float:
     """What an arm gains over its base at a size of several, the smallest first; with ``at`` -1 the p of its change."""
     rows = gains_by_size(find(experiment), [outcome(experiment, size) for size in sizes])
@@ -206,7 +223,7 @@ def modelled(name: str, *args: Any, **options: Any) -> Any:
 NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
-        sorted, modelled, given, min, max, round, interval, power, difference_seen,
+        sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
     )
 }  # fmt: skip
 

@@ -55,6 +55,7 @@ TABLES = {  # by page and the words of their markers
         "both sides": both_sides.table,
         "open gates": both_sides.gates_table,
         "pairs": both_sides.pairs_table,
+        "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
     },
     RESULTS / "forgetting.md": {"parts": held.parts, "cost of a token": held.costs, "long texts": held.long_texts}
     | {
@@ -82,9 +83,8 @@ def results() -> None:
     """Draw every recorded result, and write the tables of all pages and the second half of the page of results."""
     save("equal-memory", equal_memory)
     save("both-sides", both_sides.both_sides)
-    if len(find("pairs").measured) > 1:
-        save("pairs-by-size", both_sides.pairs_by_size)
-    for name, side in product([name for name in ("factorial", "pairs") if len(find(name).measured) > 1], SIDES):
+    save("pairs-by-size", both_sides.pairs_by_size)
+    for name, side in product(("factorial", "pairs"), SIDES):
         save(f"gains-by-size-{name}-{side}", partial(both_sides.curves, name, side))
     for name in names():
         for measured in find(name).measured:

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from attnzoo.cli import app
 from attnzoo.experiments.claims import Value
 from attnzoo.experiments.experiment import find
-from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.sizes import gains_by_size
+from attnzoo.experiments.outcome import load_outcome, save_outcome
+from attnzoo.experiments.sizes import gains_by_size, left_out
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDS = [RESULTS / each.result for each in find("factorial").measured if each.size.startswith("cpu")]
@@ -68,9 +68,20 @@ def test_results_that_are_not_of_several_sizes_of_one_experiment_are_refused(out
         ([outcomes[0], outcomes[0]], "results: expected some of different sizes, got cpu, cpu"),
         ([outcomes[0], other], "results: expected ones of 'factorial', got one of 'parity'"),
         (
-            [outcomes[0], replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm != "fox"))],
-            "results: expected runs of fox and nope in all, got none in cpu-medium",
+            [outcomes[0], replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm == "fox"))],
+            "results: expected runs of deltanet and linear_attention in all, got none in cpu-medium",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             gains_by_size(experiment, given)
+
+
+def test_models_that_not_all_results_have_are_named_and_left_out(outcomes, tmp_path):
+    fewer = replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm != "fox"))
+    rows = gains_by_size(find("factorial"), [outcomes[0], fewer])
+    assert len(rows) == 13
+    assert left_out(find("factorial"), rows) == ["fox"]
+    save_outcome(fewer, tmp_path / "fewer.json")
+    ran = CliRunner().invoke(app, ["experiment", "sizes", str(RECORDS[0]), str(tmp_path / "fewer.json")])
+    assert ran.exit_code == 0
+    assert "left out, as not all results have runs of them: fox\n" in ran.output

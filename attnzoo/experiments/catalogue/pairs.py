@@ -117,6 +117,15 @@ EXPERIMENT = Experiment(
     ),
     measured=(
         Measured(
+            "gpu-1m", "2026-11-29", "two NVIDIA H200 one after the other, 14 runs at a time",
+            "2026-11-29-pairs-gpu-1m.json",
+            "With the papers' gates alone. After 13 million tokens no model copies: the second reading of a text costs "
+            "as much as the first. Without kda / path_wall r is 0.30, without any other pair -0.35 to 0.08: with 0.8 "
+            "million weights, too, what a part gives one side says little about the other. On the first of the two "
+            "machines were all tries of rates and six of the runs.",
+            lacks=tuple(begun_open(name) for name in ANEW),
+        ),
+        Measured(
             "gpu", "2026-11-28", "four NVIDIA H200, 16 runs at a time", "2026-11-28-pairs-gpu.json",
             "Each of the eight pairs gains on both sides, by 0.76 to 1.70 nats on the linear and 1.05 to 1.22 on the "
             "softmax side, but how much on the one says little about the other: r = 0.39, and 0.24 to 0.56 without any "
