@@ -63,6 +63,7 @@ def call_at_once(interpreter: Any) -> None:
     semantic = interpreter.interpreter_semantic
     operation = functools.cache(functools.partial(as_before, interpreter))
     function = functools.cache(functools.partial(as_first, interpreter))
+    store = functools.cache(functools.partial(store_as_it_is, interpreter))
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         run = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
@@ -70,6 +71,8 @@ def call_at_once(interpreter: Any) -> None:
             return scope.set_attr(obj, name, operation(*OPERATIONS[name], run))
         if not builder.options.debug and obj in (language, language.core) and name in FUNCTIONS:
             return scope.set_attr(obj, name, function(name, run))
+        if not builder.options.debug and obj in (language, language.core) and name == "store":
+            return scope.set_attr(obj, name, store(run))
 
         def at_once(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
@@ -150,7 +153,7 @@ def as_before(interpreter: Any, function: str, swapped: bool, plain: Any) -> Any
 
 FUNCTIONS = {  # the arguments that are values, or numbers in their place
     "load": ("pointer", "mask", "other"), "where": ("condition", "x", "y"), "dot": ("input", "other", "acc"),
-    "maximum": ("x", "y"), "minimum": ("x", "y"),
+    "maximum": ("x", "y"), "minimum": ("x", "y"), "exp2": ("x",), "trans": ("input",),
 }  # fmt: skip
 ANYHOW = {"input_precision"}  # what changes nothing here
 
@@ -160,7 +163,8 @@ def as_first(interpreter: Any, name: str, plain: Any) -> Any:
     when values of these types came for the first time."""
     numpy, memory, of_handle = interpreter.np, interpreter._interpreter, interpreter.TensorHandle
     core, semantic, new, names = interpreter.tl.core, interpreter.interpreter_semantic, object.__new__, FUNCTIONS[name]
-    tensor, constexpr, array, function = core.tensor, core.constexpr, numpy.ndarray, getattr(numpy, name)
+    tensor, constexpr, array = core.tensor, core.constexpr, numpy.ndarray
+    function = getattr(numpy, {"trans": "transpose"}.get(name, name))
 
     def load(dtype: Any, place: Any, mask: Any = None, other: Any = None) -> Any:
         shown = numpy.ones(place.shape, bool) if mask is None else numpy.broadcast_to(mask, place.shape)
@@ -225,6 +229,25 @@ def as_first(interpreter: Any, name: str, plain: Any) -> Any:
 
     known: dict[Any, Any] = {}
     of: list[Any] = []  # the types, so that their ids stay taken
+    return run
+
+
+def store_as_it_is(interpreter: Any, plain: Any) -> Any:
+    """``plain``, which stores values: at once where they have the type and the shape of what is there."""
+    numpy, memory, semantic = interpreter.np, interpreter._interpreter, interpreter.interpreter_semantic
+    tensor, of_pointers = interpreter.tl.core.tensor, interpreter.tl.core.pointer_type
+
+    def run(pointer: Any, value: Any, mask: Any = None, *more: Any, **options: Any) -> Any:
+        options.pop("_semantic", None)
+        there, masked = pointer.type.scalar, type(mask) is tensor
+        simple = type(there) is of_pointers and type(value) is tensor and (masked or mask is None)
+        if simple and not more and not options and there.element_ty.name == value.type.scalar.name in NUMBERS:
+            place, held = pointer.handle.data, value.handle.data
+            shown = mask.handle.data if masked else numpy.ones(place.shape, bool)
+            if place.shape == held.shape == shown.shape:
+                return memory.store(place, held, shown)
+        return plain(pointer, value, mask, *more, _semantic=semantic, **options)
+
     return run
 
 
