@@ -2,11 +2,13 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 WIDEST = 2**20  # channels or heads, of which no layer has so many: a number beyond is a mistake
+MANY = 12  # options that a message lists before it names the nearest
 FLOAT32 = (1.2e-38, 3.4e38)  # least and largest normal numbers of float32
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # annotation -> its name in words, and a test of a value
     "bool": ("True or False", lambda x: isinstance(x, bool)),
@@ -99,20 +101,35 @@ def no_data(path: str | Path) -> FileNotFoundError:
     return FileNotFoundError(f"no data: there is no file or folder {str(path)!r}{did_you_mean_path(path)}")
 
 
-def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:
+def unknown(
+    kind: str, name: object, options: Iterable[str], other: str = "", of: str = "", see: str = ""
+) -> ValueError:
     """The error for a `name` that is not among `options`; the caller raises it.
 
     `unknown("variant", "foks", ["fox", "nope"])` reads "unknown variant 'foks': expected one of fox, nope; did you mean
-    'fox'?". `other` describes further valid values; `of` names the owner of the options: "unknown form 'chnk' of 'gla':
-    ...".
+    'fox'?". Of many options the nearest stands first. `other` describes further valid values; `of` names the owner of
+    the options: "unknown form 'chnk' of 'gla': ..."; `see` is a command that prints them where they are many.
     """
     listed = list(options)
     shown = ", ".join(repr(option) if ", " in option else option for option in listed)
     said = f"unknown {kind} {name!r}{f' of {of}' if of else ''}"
     if not listed:
         return ValueError(f"{said}: none is expected")
-    message = f"{said}: expected one of {shown}{f', or {other}' if other else ''}"
-    return ValueError(message + did_you_mean(name, listed))
+    expected = f"expected one of {shown}{f', or {other}' if other else ''}"
+    if len(listed) <= MANY:
+        return ValueError(f"{said}: {expected}{did_you_mean(name, listed)}")
+    close = nearest(name, listed)
+    if see:
+        expected = f"expected one of the {len(listed)} that `{see}` shows{f', or {other}' if other else ''}"
+    hint = f" (did you mean {close!r}?)" if close else ""
+    return ValueError(f"{said}{hint}: {expected}")
+
+
+def placed(said: str, section: str, names: Container[str]) -> str:
+    """A message about a field, with its section, such as "data.", before the field where that is one of ``names``."""
+    unknown = "unknown " if said.startswith("unknown ") else ""
+    rest = said.removeprefix(unknown)
+    return f"{unknown}{section}{rest}" if re.split(r"\W", rest, maxsplit=1)[0] in names else said
 
 
 def check_least(least: float, **numbers: float | None) -> None:

@@ -381,7 +381,7 @@ def find(name: str) -> Experiment:
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise unknown("experiment", name, names(), python_file(name))
+        raise unknown("experiment", name, names(), python_file(name), see="attnzoo experiment list")
     experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.errors import check_kinds, unknown
+from attnzoo.errors import check_kinds, placed, unknown
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.config import BLOCKS, CHOICES, INSTEAD, NEEDS, OFF, AttentionConfig
@@ -122,5 +122,8 @@ def from_file(options: dict[str, Any]) -> dict[str, Any]:
             for key in given:
                 if key not in known:
                     raise unknown("option", key, known, of=option)
-            made[option] = kind(**given)
+            try:
+                made[option] = kind(**given)
+            except ValueError as error:
+                raise ValueError(placed(str(error), f"{option}.", known)) from error
     return {**options, **made}

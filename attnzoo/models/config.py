@@ -173,7 +173,7 @@ class ModelConfig:
             raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
         for key in entry:
             if key not in KEYS:
-                raise unknown("key", key, KEYS, of="attention")
+                raise ValueError(f"attention: {unknown('key', key, KEYS)}")
         name, repeat, options = entry.get("name"), entry.get("repeat", 1), entry.get("options") or {}
         if not isinstance(name, str):
             raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
@@ -192,5 +192,5 @@ class ModelConfig:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
         norm = entry.get("norm", "")
         if "norm" in entry and norm not in NORMS:
-            raise unknown("norm", norm, NORMS, of=name)
+            raise ValueError(f"attention: {unknown('norm', norm, NORMS, of=name)}")
         return [LayerSpec(name, options, norm)] * repeat

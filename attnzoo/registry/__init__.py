@@ -31,6 +31,7 @@ from attnzoo.registry.variant import Variant, is_own, with_readout
 _pairs: dict[str, Pair] = {}  # pairs by the name of either side
 _others: dict[str, ReadoutVariant] = {}  # variants of other readouts by name
 _files: dict[Path, tuple[str, ...]] = {}  # that have been run, and the variants that they registered
+SHOWS_ALL = "attnzoo list"
 FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
 _broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
 
@@ -138,7 +139,7 @@ def unregister(pair: Pair) -> None:
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
     for name in (pair.linear, pair.softmax):
         if name not in _pairs:
-            raise unknown("variant", name, _pairs)
+            raise unknown("variant", name, _pairs, see=SHOWS_ALL)
         if _pairs[name] != pair:
             raise ValueError(f"pair: expected the one that is registered as {name!r}, got another of that name")
     for name in (pair.linear, pair.softmax):
@@ -195,7 +196,7 @@ def _get(name: str) -> Variant:
             other = KNOWN_AS.get(name.casefold().replace("-", "_"))
             known = f" ({name!r} is {other})" if other else ""
             every = [*list_variants(), *list_variants("other")]
-            raise ValueError(f"{unknown('variant', name, every)}{known}{broken}")
+            raise ValueError(f"{unknown('variant', name, every, see=SHOWS_ALL)}{known}{broken}")
     if name in _others:
         return with_readout(get(_others[name].of), _others[name])
     pair = _pairs[name]

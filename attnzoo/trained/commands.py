@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -33,6 +34,16 @@ processes_option = click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True,
     help="Processes on this machine: one for each GPU, or some that share a CPU.",
 )  # fmt: skip
+
+
+class Lists(click.Command):
+    """A command whose ``--list`` stands alone, as it reads nothing that is beside it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        beside = [word for word in args if word != "--list"]
+        if "--list" in args and beside and not ctx.resilient_parsing:
+            raise click.UsageError(f"--list: expected nothing beside it, got {shlex.join(beside)}", ctx)
+        return super().parse_args(ctx, args)
 
 
 def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) -> TrainConfig:
@@ -262,7 +273,7 @@ def _list_kinds(context: click.Context, on: bool) -> None:
     context.exit()
 
 
-@click.command("import")
+@click.command("import", cls=Lists)
 @click.argument("source", metavar="FOLDER", type=PATH)
 @to_option
 @dtype_option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from attnzoo.models import LanguageModel
 
 if TYPE_CHECKING:
+    from attnzoo.models.config import ModelConfig
     from attnzoo.training.config import TrainConfig
 
 
@@ -19,7 +21,20 @@ def new_model(config: TrainConfig) -> LanguageModel:
     :class:`~attnzoo.precision.PreciseModule`.
 
     Raises:
-        ValueError: a variant or one of its options does not exist.
+        ValueError: a variant or one of its options does not exist; the message begins with the field.
     """
-    model = LanguageModel(config.model)
+    try:
+        model = LanguageModel(config.model)
+    except ValueError as error:
+        raise ValueError(f"model.{_of_field(config.model, str(error))}") from error
     return model.to(torch.bfloat16) if config.mixed_precision == "pure_bf16" else model
+
+
+def _of_field(model: ModelConfig, said: str) -> str:
+    """A message about a layer of a model, behind the configuration's field that the layer has it from."""
+    about = re.findall(r"\w+", said.partition(":")[0])
+    if about[0] in model.attention_options:
+        return f"attention_options.{said}"
+    if about[0] in vars(model):
+        return said
+    return f"attention{'_options' if {*about} & model.attention_options.keys() else ''}: {said}"

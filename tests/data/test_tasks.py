@@ -298,7 +298,7 @@ def test_data_of_a_task():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "task:flipflop"}, "unknown task 'flipflop'.*a Python file; did you mean 'flip_flop'"),
+        ({"source": "task:flipflop"}, "unknown task 'flipflop'.*did you mean 'flip_flop'.*, or a Python file"),
         ({"source": "task:mine.py"}, "unknown task 'mine.py'.*file, of which there is none of that path from here"),
         ({"source": "flip_flop"}, "did you mean 'task:flip_flop'"),
         ({"task_options": {"p_ignor": 0.5}}, "p_ignor.*did you mean 'p_ignore'"),

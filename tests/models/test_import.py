@@ -121,6 +121,13 @@ def test_the_table_of_what_loads_has_every_kind(monkeypatch):
         assert f" {kind} " in shown.output
 
 
+@pytest.mark.parametrize("command", ["import", "evaluate"])
+def test_what_stands_beside_a_list_is_refused(command):
+    done = CliRunner().invoke(app, [command, "--list", "qwen3"])
+    assert done.exit_code == 2
+    assert "--list: expected nothing beside it, got qwen3" in done.output
+
+
 SEEING = {
     "Qwen3_5": (
         {name: value for name, value in NEXT.items() if name != "num_experts"},

@@ -130,5 +130,5 @@ def test_a_case_in_print_is_the_call_that_makes_it() -> None:
 
 
 def test_an_unknown_law_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown law 'oracel'.* did you mean 'oracle'"):
+    with pytest.raises(ValueError, match="unknown law 'oracel'.*did you mean 'oracle'"):
         check("oracel", Case("fox"))

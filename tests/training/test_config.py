@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.config import (
@@ -18,7 +19,9 @@ from attnzoo.config import (
 )
 from attnzoo.errors import unknown
 from attnzoo.experiments.builtin import CONFIGS, built_in, find_config
+from attnzoo.experiments.compare import CompareConfig
 from attnzoo.settings import read_settings, read_yaml, write_yaml
+from attnzoo.training.model import new_model
 
 
 def names(config: ModelConfig) -> list[str]:
@@ -140,6 +143,60 @@ def test_another_schema_may_nest_the_train_config():
 def test_a_wrong_key_or_value_is_refused_by_name(override, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.norm_kind=x", "unknown model.norm_kind 'x'"),
+        ("model.norm=befor", "unknown model.norm 'befor'"),
+        ("model.attention=[{name: fox, optoins: {}}]", "model.attention: unknown key 'optoins'"),
+        ("model.attention=[{name: fox, norm: x}]", "model.attention: unknown norm 'x' of fox"),
+        ("data.documents=x", "unknown data.documents 'x'"),
+        ("data.sources=[{source: a, weight: 1}, {source: b, weight: -1}]", "data.sources[1].weight: expected"),
+        ("optimizer.name=adm", "unknown optimizer.name 'adm'"),
+        (
+            "optimizer.extensions=[{after: 0, planned: 1, schedule: constant, lr: 1}]",
+            "optimizer.extensions[0].after: expected at least 1",
+        ),
+        ("forgetting.order=x", "unknown forgetting.order 'x'"),
+        ("context_parallel=2 model.attention_options.forgetting={}", "model.attention_options: expected no forgetting"),
+        (
+            "context_parallel=2 model.attention=[{name: fox, options: {training_groups: 4}}]",
+            "model.attention: expected no training_groups of 'fox' with context_parallel=2",
+        ),
+        ("context_parallel=4 data.context_length=7", "data.context_length: expected at least two tokens for each of"),
+    ],
+)
+def test_an_error_has_the_whole_path_of_its_field(override, said):
+    words = re.split(r" (?=[\w.]+=)", override)
+    start = "unknown " if said.startswith("unknown ") else ""
+    said = re.escape(said.removeprefix(start))
+    for schema, section in ((TrainConfig, ""), (CompareConfig, "train.")):
+        with pytest.raises(ValueError, match=f"^{start}{section}{said}"):
+            load_config(None, [section + word for word in words], schema)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.num_heads=5", "model.hidden_size: expected a multiple of num_heads = 5"),
+        ("model.attention=foks", "model.attention: unknown variant 'foks'"),
+        ("model.attention_options={blok: pro}", "model.attention_options: unknown option 'blok' of 'fox'"),
+        ("model.attention_options={block: por}", "model.attention_options: unknown block 'por'"),
+        ("model.attention_options={num_kv_heads: 3}", "model.attention_options.num_kv_heads: expected a divisor"),
+        ("model.attention_options={acp: {eps: 2}}", "model.attention_options.acp.eps: expected"),
+        ("model.attention_options={acp: {bound: tial}}", "model.attention_options: unknown acp.bound 'tial'"),
+        ("model.attention_options={forgetting: {window: -1}}", "model.attention_options.forgetting.window: expected"),
+        ("model.attention_options={gate: nothing}", "model.attention_options: unknown gate 'nothing'"),
+        ("model.attention=[{name: fox, options: {blok: 1}}]", "model.attention: unknown option 'blok' of 'fox'"),
+        ("model.attention=[{name: fox, options: {head_dim: 0}}]", "model.attention: head_dim: expected a positive"),
+    ],
+)
+def test_what_a_layer_refuses_has_the_path_of_the_field_that_it_came_from(override, said):
+    config = load_config(None, [override])
+    with torch.device("meta"), pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        new_model(config)
 
 
 @pytest.mark.parametrize("text", ["steps: [", "- steps", "modle:\n  num_layers: 2\n"])

@@ -59,7 +59,7 @@ def _function(name: str) -> Callable[..., Task]:
     if name in TASKS:
         return TASKS[name]
     if not is_task(name) or not Path(name).is_file():
-        raise unknown("task", name, TASKS, python_file(name))
+        raise unknown("task", name, TASKS, python_file(name), see="attnzoo data list")
     function = given_by(Path(name), "TASK")
     if not callable(function):
         raise TypeError(f"{name}: expected a function as TASK, got {function!r}")

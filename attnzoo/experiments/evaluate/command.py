@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from attnzoo.data.command import PATH, read_options
-from attnzoo.trained.commands import device_option, dtype_option, files_argument, launched, processes_option
+from attnzoo.trained.commands import Lists, device_option, dtype_option, files_argument, launched, processes_option
 
 
-@click.command()
+@click.command(cls=Lists)
 @click.argument("what", metavar="RUN_OR_MODEL", type=PATH)
 @files_argument
 @click.option(

@@ -79,7 +79,7 @@ def evaluation(name: str) -> Evaluation:
     if is_task(name):
         return Evaluation(measures.ask_task, ("length", "rows", "seed"), lines.answers, None)
     if name not in EVALUATIONS:
-        raise unknown("evaluation", name, (*EVALUATIONS, *TASKS))
+        raise unknown("evaluation", name, (*EVALUATIONS, *TASKS), see="attnzoo evaluate --list")
     return EVALUATIONS[name]
 
 

@@ -108,7 +108,7 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
         without = unserved(kind, fields)
-        error = unknown("model_type", kind, PEERS) if without is None else without
+        error = unknown("model_type", kind, PEERS, see="attnzoo import --list") if without is None else without
         raise ValueError(f"config.json: {error}{_inside(fields)}")
     if "text_config" in Settings(fields):
         raise ValueError(
