@@ -127,7 +127,7 @@ class Variant:
         made = getattr(getattr(self.form_set, "transition", None), "expands", False)
         return made or any(PARTS[part].expands for part in self.requires)
 
-    @functools.cached_property
+    @property
     def carries(self) -> bool:
         """Whether its gate carries keys: it has more than a scalar decay."""
         return any(PARTS[part].carries for part in self.requires)

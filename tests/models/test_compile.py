@@ -1,6 +1,6 @@
 """``torch.compile(..., fullgraph=True)`` of models and layers: no break, the same numbers, both directions."""
 
-from functools import partial
+from functools import cached_property, partial
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.device import machine, multiprocessors
 from attnzoo.layer.dispatch import IMPLS, chosen
 from attnzoo.models import LanguageModel
+from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
 
 # every gate projection and every option of a layer, in few models
@@ -100,6 +101,11 @@ def test_no_size_is_put_into_words_while_a_form_of_a_gpu_is_chosen(worded, monke
 def test_a_model_compiles_whole_and_compiling_says_nothing(name, said):
     assert_compiles(MODELS[name], "eager", [5])
     assert not said
+
+
+def test_what_a_layer_asks_of_its_variant_takes_no_lock():
+    """Before Python 3.12 `functools.cached_property` enters one at the first call, and Dynamo leaves the graph."""
+    assert not [name for name, value in vars(Variant).items() if isinstance(value, cached_property)]
 
 
 def test_the_hugging_face_class_compiles_whole_without_a_cache():
