@@ -120,8 +120,9 @@ class FixedCache:
         """Keep the first ``kept[b]`` tokens of the last step for sequence b, and discard the others; ``[B]`` int64."""
         self.memory.keep(kept)
         for name, full in self.ends.items():
-            window = self.windows[name]
-            index = kept[:, None] + torch.arange(window.shape[1], device=kept.device)
+            window, index = self.windows[name], kept[:, None]
+            if window.shape[1] > 1:
+                index = index + torch.arange(window.shape[1], device=kept.device)
             window.copy_(full.gather(1, index[..., None].expand(window.shape)))
         self.ends = {}
 

@@ -2,7 +2,7 @@
 
 from attnzoo.kernels.common.options import AttentionOptions
 
-from .api import paged_append, paged_attention, paged_workspace, triton_unavailable
+from .api import crop_unavailable, paged_append, paged_attention, paged_crop, paged_workspace, triton_unavailable
 from .parts import Forget, Shift, TokenParts
 from .path_pages import paged_path_carry, paged_path_step, path_unavailable
 from .path_state import OpenGroup, PathGroups, PathTokens
@@ -11,6 +11,7 @@ from .step import paged_step
 
 __all__ = [
     "AttentionOptions", "Forget", "GateState", "KeyPages", "OpenGroup", "PageTable", "PagedState",
-    "PathGroups", "PathTokens", "Shift", "TokenParts", "paged_append", "paged_attention", "paged_path_carry",
-    "paged_path_step", "paged_step", "paged_workspace", "path_unavailable", "triton_unavailable",
+    "PathGroups", "PathTokens", "Shift", "TokenParts", "crop_unavailable", "paged_append", "paged_attention",
+    "paged_crop", "paged_path_carry", "paged_path_step", "paged_step", "paged_workspace", "path_unavailable",
+    "triton_unavailable",
 ]  # fmt: skip

@@ -149,6 +149,39 @@ def paged_append(
     return visible
 
 
+@torch.no_grad()
+def paged_crop(state: PagedState, length: Tensor) -> None:
+    """Take back the tokens beyond the first ``length[b]`` of each sequence, in place: what is kept of keys and gates.
+
+    The table stays. One launch and a copy of the lengths, no host synchronisation; runs on Triton.
+
+    Args:
+        state: as after them.
+        length: [B] int32 or int64, at most the lengths in ``state``.
+
+    Raises:
+        ValueError, TypeError, ImportError: as ``paged_attention``; or :func:`crop_unavailable` says why not.
+    """
+    (keys, _, k_norm, _), (table, _, before), gates = state
+    check_tensors({"length": length, "k_norm": k_norm})
+    (B, G, N), R = table.shape, 1 if gates is None else gates.decay.shape[2]
+    counted = torch.int32 if length.dtype == torch.int32 else torch.int64
+    check_shapes({
+        "length": (length, (B,), counted), "k_norm": (k_norm, (B, G, N), torch.float32),
+        **shapes_of_gates(state, G * R),
+    })  # fmt: skip
+    if why := crop_unavailable(state):
+        raise ValueError(f"paged_crop: {why}")
+    _op().crop(state, length)
+
+
+def crop_unavailable(state: PagedState) -> str:
+    """Why the kernel cannot take tokens of these pages back, or "" if it can."""
+    keys, _, _, exponents = state.pages
+    like = keys if exponents is None else keys[:0].half()
+    return triton_unavailable(like, like)
+
+
 def paged_workspace(
     keys: Tensor, values: Tensor, table: Tensor, heads: int, device: torch.device, T: int = 1, carried: int = 0
 ) -> int:

@@ -13,6 +13,7 @@ from attnzoo.kernels.decode.parts import TokenParts
 from attnzoo.kernels.decode.plan import DecodeCall, DecodePlan, plan
 from attnzoo.kernels.decode.portable.append import append_tokens
 from attnzoo.kernels.decode.portable.attention import paged_forward
+from attnzoo.kernels.decode.portable.crop import crop_pages
 from attnzoo.kernels.decode.portable.page_shares import FAR, Shares
 from attnzoo.kernels.decode.portable.path_pages import CarriedPages, walk_and_carry
 from attnzoo.kernels.decode.portable.tokens import write_tokens
@@ -70,6 +71,12 @@ def page_step(
         )
 
 
+def crop(state: PagedState, length: Tensor) -> None:
+    """``api.paged_crop`` in kernels."""
+    with on_device_of(length):
+        crop_pages(state, length)
+
+
 def path_page_step(
     q: Tensor, v: Tensor, carried: CarriedPages, sink: Tensor | None, options: OpOptions, carry: bool
 ) -> Tensor:
@@ -88,4 +95,4 @@ def path_carry(carried: CarriedPages) -> None:
         walk_and_carry(carried, None, FAR, 16)
 
 
-__all__ = ["page_step", "paged_infer_op", "paged_write_op", "path_carry", "path_page_step"]
+__all__ = ["crop", "page_step", "paged_infer_op", "paged_write_op", "path_carry", "path_page_step"]

@@ -134,6 +134,8 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     decayed = plain._replace(gates=decode.GateState(decay, page_sum, total, since, n_log, n_log.long()))
     decode.paged_append(new, new, plain, impl="triton")
     decode.paged_append(new, new, decayed, log_decay=gates, impl="triton")
+    decode.paged_crop(plain, length)
+    decode.paged_crop(decayed, length.long())
     attend = functools.partial(decode.paged_attention, q, impl="triton")
     attend(plain, options=AttentionOptions(sink=gates[0, 0], window=100))
     pruned = AttentionOptions(prune=Prune())

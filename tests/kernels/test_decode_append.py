@@ -11,7 +11,7 @@ from decode_cases import Case, attend, inputs, ours, state_of, within_budget
 from fox_cases import DEVICE
 from torch import Tensor
 
-from attnzoo.kernels.decode import PageTable, paged_append
+from attnzoo.kernels.decode import PageTable, paged_append, paged_crop
 
 BITS = {"rtol": 0, "atol": 0}
 CASE = Case(lengths=(66, 5, 140), T=3, H=4, G=2, gate="mixed", first=(0, 0, 0, 0, 1, 0))
@@ -75,6 +75,26 @@ def test_steps_after_steps_equal_the_whole() -> None:
     o = attend(x.q, pool | {"first_visible": seen})
     within_budget(CASE, x, o)
     torch.testing.assert_close(o, ours(CASE, x), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("gate", ["mixed", "none"])
+def test_tokens_that_are_taken_back_leave_what_was_before_them(gate: str) -> None:
+    """Over borders of pages, back to one, to nothing, and none at all; closed gates among what goes and what stays."""
+    lengths = (66, 5, 140, 130, 70)
+    case = Case(lengths=lengths, T=3, H=4, G=2, gate=gate)
+    x, kept, before = inputs(case, torch.float16), [62, 0, 140, 128, 64], [60, 0, 126, 126, 62]
+    want, pool = emptied(case, x, kept), emptied(case, x, before)
+    write(pool, x, list(lengths), [n - m for n, m in zip(lengths, before, strict=True)], 14, "triton")
+    paged_crop(state_of(pool), torch.tensor(kept, device=DEVICE))
+    for name in ("length", "since", "total", "k_norm", "n_log"):
+        if name not in pool:
+            continue
+        for b, n in enumerate(kept):
+            found, expected = (p[name][b, ..., : -(-n // 64)] if name == "n_log" else p[name][b] for p in (pool, want))
+            torch.testing.assert_close(found, expected, rtol=2e-5 if name == "k_norm" else 1e-6, atol=1e-9)
+    if gate == "mixed":
+        assert bool((want["since"] > 0).any())
+        assert bool((pool["since"] < torch.tensor(kept, device=DEVICE)[:, None].clamp(min=1)).all())
 
 
 def test_kept_norms_and_sums_bound_what_they_speak_of() -> None:

@@ -124,7 +124,7 @@ class KeyPool(Pages):
             kept: ``[B]`` int64.
             length: ``[B]`` int64.
         """
-        self.crop_sums(length.int())
+        self.crop_sums(length)
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -285,10 +285,16 @@ class KeyPool(Pages):
 
     @torch.no_grad()
     def crop_sums(self, length: Tensor) -> None:
-        """Set sums of gates and norms of keys to what they were after ``length [B]`` int32 tokens of each sequence.
+        """Set sums of gates and norms of keys to what they were after ``length [B]`` tokens of each sequence.
 
-        Pages stay where they are, for tokens to come. Nothing here waits for the device, or knows ``lengths``.
+        Pages stay where they are, for tokens to come. Nothing here waits for the device, or knows ``lengths``. On a GPU
+        it is one kernel.
         """
+        if length.is_cuda:
+            from attnzoo.kernels.decode import crop_unavailable, paged_crop
+
+            if not crop_unavailable(self.state()):
+                return paged_crop(self.state(), length)
         page, slot = self._place(length, self.k_norm)
         ids = self.table.gather(2, page)[..., 0]
         inside = torch.arange(PAGE, device=length.device) < slot  # [B, G, PAGE]

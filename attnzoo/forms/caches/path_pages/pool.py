@@ -265,7 +265,7 @@ class CarriedPool(KeyPool):
 
     def keep(self, call: Call | None, kept: Tensor, length: Tensor) -> None:
         assert call is not None
-        self.crop_sums(length.int())
+        self.crop_sums(length)
         impl: Literal["triton", "reference"] = "triton" if kept.is_cuda else "reference"
         self.carry(call.k, call.gate.per_token(call.q), kept, impl)
 
