@@ -4,6 +4,7 @@ import pytest
 import torch
 from generated import LAYERS, alone, build
 
+from attnzoo.forms.caches.pages.pool import PAGE
 from attnzoo.models import Generator
 
 NAMES = ["hybrid", "fox-pro-acp", "mamba2-groups", "rope-grouped"]
@@ -14,7 +15,7 @@ def prompt_of(tokens, seed=0):
 
 
 def pieces_of(model, piece, **options):
-    generator = Generator(model, 3, 64, check_every=1, **options)
+    generator = Generator(model, 3, 256, check_every=1, **options)
     generator.prefill.piece = piece
     return generator
 
@@ -38,11 +39,11 @@ def test_others_go_on_while_a_long_prompt_is_read(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_goes_on_from_what_an_earlier_one_has_in_common_as_if_it_were_read_anew(name):
     model = build(**LAYERS[name])
-    generator, prompt = pieces_of(model, 8), prompt_of(20)
+    generator, prompt = pieces_of(model, PAGE), prompt_of(180)
     generator.remember(8)
-    beside = torch.cat([prompt[:17], prompt_of(9, 1)])  # which parts in the third piece
+    beside = torch.cat([prompt[:150], prompt_of(9, 1)])  # which parts in the third piece
     longer = torch.cat([prompt, prompt_of(7, 2)])
-    expected = {"prompt": 0, "again": 16, "beside": 16, "longer": 20}
+    expected = {"prompt": 0, "again": 128, "beside": 128, "longer": 180}
     for (case, found), one in zip(expected.items(), (prompt, prompt, beside, longer), strict=True):
         number = generator.add(one, 6, temperature=0)
         assert generator.run()[number] == alone(model, one, 6), case
@@ -59,19 +60,20 @@ def test_what_was_used_longest_ago_makes_room_and_other_weights_discard_all():
     prompts = [prompt_of(20, seed) for seed in range(4)]
     generator.add(prompts[0], 1)
     generator.run()
-    each = generator.prefill.bytes()
-    generator.prefill.limit = 3 * each
+    kept = generator.prefill.prefixes
+    each = kept.bytes()
+    kept.limit = 3 * each
     for one in (prompts[1], prompts[2], prompts[0], prompts[3]):
         generator.add(one, 1)
         generator.run()
-        assert generator.prefill.bytes() <= 3 * each
+        assert kept.bytes() <= 3 * each
     generator.remember(1)
-    kept = []
+    found = []
     for one in prompts:
         number = generator.add(torch.cat([one, one[:1]]), 1)
         generator.run()
-        kept.append(generator.requests[number].found)
-    assert kept == [20, 0, 20, 20]
+        found.append(generator.requests[number].found)
+    assert found == [20, 0, 20, 20]
     with torch.no_grad():
         model.embedding.weight.mul_(0.5)
     number = generator.add(torch.cat([prompts[0], prompts[0]]), 5, temperature=0)

@@ -92,6 +92,9 @@ class Memory(Protocol):
     def admit(self, row: int, state: Any, tokens: int) -> None:
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
 
+    def prefix(self, state: Any) -> Any:
+        """``state``, from which later sequences may go on, to be kept with its pages; None where it is kept whole."""
+
     def renew(self, bounds: QueryBounds) -> None:
         """Give keys up by these bounds of the rows to come from now on, where it does so by any."""
         return

@@ -162,6 +162,8 @@ class Batch:
             else:
                 assert request.start is not None
                 cache, self.tokens[row] = request.start
+            if request.reading is not None and request.reading.start is not None:
+                request.reading.start.share(row, request.found)
             for fixed, filled in zip(self.caches, cache, strict=True):
                 fixed.admit(row, filled, request.length + request.max_new_tokens)
         except BaseException:

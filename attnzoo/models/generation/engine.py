@@ -80,7 +80,7 @@ class Generator:
         options = StepOptions(evict, budget, kv_dtype, graph, compile, fuse).decided(self.device)
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
         self.batch = Batch(self.model, max_sequences, max_tokens, options)
-        self.prefill = Prefill(self.model, evict, budget)
+        self.prefill = Prefill(self.model, evict, budget, [cache.memory for cache in self.batch.caches])
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
@@ -98,12 +98,14 @@ class Generator:
         return sum(size_of(product.weight) for product in self.batch.products)
 
     def remember(self, limit: int) -> None:
-        """Keep states of the prompts that are read, from which later ones with the same beginning go on.
+        """Keep what is remembered of the prompts that are read; later ones with the same beginning go on from there.
 
-        They are those at the end of each piece and of the prompt. In-place changes of the weights discard them.
+        Whole pages of keys are shared: they stay where they are, and take no memory that a sequence needs. In-place
+        changes of the weights discard everything.
 
         Args:
-            limit: MiB that they may take; what was used longest ago goes first.
+            limit: MiB of what is kept besides (states, gates, the tokens that fill no page); what was used longest ago
+                goes first. 0 keeps nothing.
 
         Raises:
             ValueError: a negative number, or a generator that evicts or forgets keys, where a later prompt may need
@@ -115,7 +117,8 @@ class Generator:
             raise ValueError(
                 f"limit: expected 0 with {why}, whose states depend on when keys were given up, got {limit}"
             )
-        self.prefill.limit = limit * 2**20
+        self.prefill.prefixes.limit = limit * 2**20
+        self.prefill.prefixes.trim()
 
     def share(self, over: Any) -> None:
         """Read each prompt on several ranks, a part on each, see :func:`attnzoo.parallel.prefill`.
@@ -306,6 +309,7 @@ class Generator:
                         return
                     read += self.prefill.read(request)
                 self.batch.begin(row, request)
+                self.prefill.keep(row, request)
             except MemoryError as error:
                 request.reading = None
                 if not self._running():

@@ -1,25 +1,23 @@
-"""Prompts read in pieces, and the states at their pieces' ends, from which later prompts go on."""
+"""Prompts read in pieces, from where a kept beginning ends."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-from array import array
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from attnzoo.forms.caches.inplace import Memory
 from attnzoo.layer.cache import LayerCache
 from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.generation.prefixes import Prefix, Prefixes
 from attnzoo.models.generation.request import Request
 from attnzoo.parallel import Fragments
 from attnzoo.parallel import prefill as read_together
 
 PIECE = 512  # tokens
-Digest = bytes
 
 
 @dataclass(eq=False)
@@ -27,14 +25,20 @@ class Reading:
     """A prompt that is being read.
 
     Args:
+        prompt: ``[T]`` int64, on the host.
         cache: after the tokens so far.
         tokens: how many were read, or found.
+        start: the kept beginning that it goes on from, or None.
         last: the head's input ``[1, D]`` of the last one.
+        ends: beginnings that are to be kept.
     """
 
+    prompt: Tensor
     cache: list[LayerCache]
     tokens: int = 0
+    start: Prefix | None = None
     last: Tensor | None = None
+    ends: list[Prefix] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -44,19 +48,19 @@ class Prefill:
     Args:
         model: in evaluation mode.
         evict, budget: see :class:`~attnzoo.models.generation.engine.Generator`.
+        memories: of the batch's layers.
         piece: tokens that are read between two steps of the others.
-        limit: bytes of the states that are kept for later prompts; the one that was used longest ago goes first.
         over: process group or device mesh whose ranks read each prompt together; None: this process alone.
-        kept: these states, by a digest of the tokens that they have seen.
+        prefixes: what is kept for later prompts.
     """
 
     model: LanguageModel
     evict: Any
     budget: Any
+    memories: Sequence[Memory]
     piece: int = PIECE
-    limit: int = 0
     over: Any = None
-    kept: OrderedDict[Digest, Reading] = field(default_factory=OrderedDict)
+    prefixes: Prefixes = field(default_factory=Prefixes)
     _weights: int = 0
 
     def whole(self) -> str:
@@ -74,7 +78,7 @@ class Prefill:
         """Read a piece of the prompt, of so many tokens."""
         start = cast(Tensor, request.start)
         if request.reading is None:
-            request.reading = self._found(request.prompt)
+            request.reading = self._begun(request.prompt)
             request.found = request.reading.tokens
         reading = request.reading
         piece = start[reading.tokens :][: None if self.whole() else self.piece]
@@ -84,46 +88,25 @@ class Prefill:
         else:
             reading.last = self.model.hidden(piece[None], cache=reading.cache)[:, -1]
         reading.tokens += len(piece)
-        if self.limit:
-            self._keep(request.prompt, reading)
+        if self.prefixes.limit:
+            end = Prefix.of(reading.prompt[: reading.tokens], reading.cache, self.memories)
+            reading.ends = [end] if end.crops else [*reading.ends, end]
+            self.prefixes.trim(reading.ends)
         return len(piece)
 
-    def _found(self, prompt: list[int]) -> Reading:
-        """The state after the longest beginning of a prompt that is kept, at least one token before its end."""
+    def keep(self, row: int, request: Request) -> None:
+        """Keep the beginnings of a prompt that has been read, and is in ``row`` by now."""
+        if request.reading is not None:
+            self.prefixes.keep(request.reading.ends, row)
+
+    def _begun(self, prompt: list[int]) -> Reading:
+        """The reading of a prompt from where the longest beginning that is kept ends."""
         weights = sum(0 if weight.is_inference() else weight._version for weight in self.model.parameters())
         if weights != self._weights:  # they have changed in place
             self._weights = weights
-            self.kept.clear()
-        for tokens in sorted({kept.tokens for kept in self.kept.values()}, reverse=True):
-            name = _digest(prompt[:tokens]) if tokens < len(prompt) else b""
-            if name in self.kept:
-                self.kept.move_to_end(name)
-                return _copy(self.kept[name])
-        return Reading(self.model.new_cache(self.evict, self.budget))
-
-    def _keep(self, prompt: list[int], reading: Reading) -> None:
-        name = _digest(prompt[: reading.tokens])
-        self.kept[name] = _copy(reading)
-        self.kept.move_to_end(name)
-        while self.kept and self.bytes() > self.limit:
-            self.kept.popitem(last=False)
-
-    def bytes(self) -> int:
-        """Memory of the states that are kept; those of one prompt share the tensors of their keys."""
-        stored = (x.untyped_storage() for kept in self.kept.values() for layer in kept.cache for x in _tensors(layer))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
-
-
-def _digest(tokens: list[int]) -> Digest:
-    return hashlib.sha256(array("q", tokens)).digest()
-
-
-def _copy(reading: Reading) -> Reading:
-    """The reading as it is now: what a cache holds is replaced by later calls, not changed."""
-    return Reading([copy.copy(layer) for layer in reading.cache], reading.tokens)
-
-
-def _tensors(layer: LayerCache) -> Iterator[Tensor]:
-    for x in (*layer.windows.values(), *vars(layer.state).values()):
-        if isinstance(x, Tensor):
-            yield x
+            self.prefixes.clear()
+        text = torch.tensor(prompt, device="cpu")
+        start, tokens = self.prefixes.find(text)
+        if start is None:
+            return Reading(text, self.model.new_cache(self.evict, self.budget))
+        return Reading(text, [layer.cropped(tokens) for layer in start.cache], tokens, start)

@@ -38,7 +38,8 @@ from attnzoo.trained.commands import (
 )  # fmt: skip
 @click.option(
     "--prefix-cache", type=click.IntRange(min=0), metavar="MIB",
-    help="Memory for beginnings that prompts have in common, by attnzoo's engine.  [default: 256, without --evict]",
+    help="Memory, beside the pages of keys, for beginnings that prompts have in common, by attnzoo's engine.  "
+    "[default: 256, without --evict]",
 )  # fmt: skip
 @evict_option
 @budget_option

@@ -39,7 +39,7 @@ class Serving:
         host, port: the address to listen at; port 0 takes a free one.
         max_sequences: drawn at a time.
         max_tokens: of the longest sequence, its prompt included.
-        prefix_cache: MiB for what prompts have in common, see
+        prefix_cache: MiB beside the pages of keys for what prompts have in common, see
             :meth:`~attnzoo.models.generation.engine.Generator.remember`; None for 256 where keys are not given up.
         evict, budget, kv_dtype: see :class:`~attnzoo.models.generation.engine.Generator`.
         draft: the folder of a run or model that proposes tokens to our engine, or None.

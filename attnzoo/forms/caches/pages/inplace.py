@@ -17,6 +17,7 @@ from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory
 from attnzoo.forms.caches.pages.attention import step_options
 from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.pool import PAGE, KeyPool
+from attnzoo.forms.caches.pages.prefix import PagedPrefix
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
@@ -148,10 +149,18 @@ class PagedMemory(Memory):
             elif bool(one.first.any()):
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
-        self.pool.adopt(row, one, tokens, next((b for b, start in self.starts.items() if start() is state), None))
+        twin = next((b for b, start in self.starts.items() if start() is state), None)
+        if twin is not None:
+            ids = self.pool.pages[twin, :, : self.pool.open_page(one.lengths[0])]
+            self.pool.share(row, ids.where(one.pages[0, :, : ids.shape[1]] >= 0, -1))
+        self.pool.adopt(row, one, tokens)
         self.starts[row] = weakref.ref(state)
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
+
+    def prefix(self, state: Any) -> PagedPrefix | None:
+        """As :meth:`Memory.prefix`; keys that are given up are kept whole, as are those that later tokens carry."""
+        return None if self.evict is not None or self.pool.group else PagedPrefix.of(self.pool, state)
 
     def renew(self, bounds: QueryBounds) -> None:
         if self.evict is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -67,13 +67,15 @@ class Pages:
         k_norm: at least the length of the page's longest key, ``[B, G, N]`` float32.
         lengths: ``length``, on the host.
         pages: ``table``, on the host.
-        refs: sequences that each page belongs to, ``[P]`` int32, on the host.
+        refs: sequences and kept beginnings that each page belongs to, ``[P]`` int32, on the host.
         free: pages that belong to none.
         mark: names its state, for :class:`~attnzoo.forms.caches.pages.paged_cache.PagedCache`.
         before: the state that the last call went on from; -1 where there is no way back.
         marks: given so far.
         looked: tokens of each sequence when it was last looked for keys to evict.
         exponents: of keys and values in 8 bits, ``[P, PAGE, 2]`` int8 (``kernels/decode/eight_bits.py``), or None.
+        spare: called where there are too few free pages, before the pool grows: releases some that no sequence has, or
+            says that there are none; or None.
     """
 
     k: Tensor
@@ -97,6 +99,7 @@ class Pages:
     marks: int = 0
     looked: list[int] = field(default_factory=list)
     exponents: Tensor | None = None
+    spare: Callable[[], bool] | None = None
 
     def state(self) -> PagedState:
         """The pool's tensors as the kernels over pages take them."""
@@ -213,7 +216,7 @@ class Pages:
         missing = G * sum(max(0, stop - start) for start, stop in spans) + len(shared)
         if not missing:
             return
-        self._grow(missing - len(self.free), max(stop for _, stop in spans))
+        self._grow(missing, max(stop for _, stop in spans))
         for b, g, n in shared:
             old = int(self.pages[b, g, n])
             if int(self.refs[old]) == 1:  # the other sequences have theirs by now
@@ -240,9 +243,11 @@ class Pages:
         self.refs[taken] = 1
         return taken
 
-    def _grow(self, missing: int, width: int) -> None:
-        """At least ``missing`` more pages, and tables of ``width`` pages."""
-        P, N = len(self.refs), self.pages.shape[2]
+    def _grow(self, wanted: int, width: int) -> None:
+        """At least ``wanted`` free pages, and tables of ``width`` pages."""
+        while wanted > len(self.free) and self.spare is not None and self.spare():
+            pass
+        missing, P, N = wanted - len(self.free), len(self.refs), self.pages.shape[2]
         if missing > 0:
             size = P + max(missing, P // 4)
             paged = self.of_pages()
@@ -268,7 +273,7 @@ class Pages:
         Raises:
             MemoryError: as :meth:`reserve`.
         """
-        self._grow(len(found) - len(self.free), 0)
+        self._grow(len(found), 0)
         ids = self._take(len(found))
         for id, page in zip(ids, found.values(), strict=True):
             for name, x in self.of_pages().items():
@@ -297,9 +302,14 @@ class Pages:
         kept = self._compacted() if len(self.refs) else {}
         return {**vars(self), **kept, "table": kept.get("pages", self.pages).to(self.table.device)}
 
-    def _release(self, ids: Tensor) -> None:
-        """Subtract one user from each of the pages ``ids``, once per occurrence."""
-        ids = ids.long()
+    def hold(self, ids: Tensor) -> None:
+        """Add one user to each of the pages ``ids``, once per occurrence."""
+        ids = ids.flatten().long()
+        self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
+
+    def release(self, ids: Tensor) -> None:
+        """Subtract one user from each of the pages ``ids``, once per occurrence; pages without any are free."""
+        ids = ids.flatten().long()
         self.refs.index_add_(0, ids, self.refs.new_full(ids.shape, -1))
         self.free += ids.unique()[self.refs[ids.unique()] == 0].tolist()
 
@@ -314,9 +324,8 @@ class Pages:
         kept = self.pages[rows]
         for n, mine in zip((self.lengths[b] for b in rows.tolist()), kept, strict=True):
             mine[:, -(-n // PAGE) :] = -1  # reserved ones are not for two
-        ids = kept[kept >= 0].long()
-        self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
-        self._release(self.pages[self.pages >= 0])
+        self.hold(kept[kept >= 0])
+        self.release(self.pages[self.pages >= 0])
         self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
         self.looked = [self.looked[b] for b in rows.tolist()]
         picked = {name: x[index] for name, x in self._of_rows().items()}
@@ -342,37 +351,34 @@ class Pages:
     @torch.no_grad()
     def reset(self, row: int) -> None:
         """Forget a sequence."""
-        self._release(self.pages[row][self.pages[row] >= 0])
+        self.release(self.pages[row][self.pages[row] >= 0])
         self.pages[row], self.lengths[row], self.looked[row] = -1, 0, 0
         for name, x in self._of_rows().items():
             x[row] = -1 if name == "table" else 0
 
+    def share(self, row: int, ids: Tensor) -> None:
+        """The empty sequence ``row`` begins with the pages ``ids [G, n]`` of others, -1 for none, which are whole."""
+        self.hold(ids[ids >= 0])
+        self.pages[row, :, : ids.shape[1]] = ids
+
     @torch.no_grad()
-    def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
-        """The empty sequence ``row`` becomes a copy of the only one of ``other``.
+    def adopt(self, row: int, other: Pages, tokens: int) -> None:
+        """The sequence ``row``, empty but for pages that it may :meth:`share`, becomes a copy of the one of ``other``.
 
         Args:
             row: its number.
-            other: with heads and channels as here.
+            other: with heads and channels as here, and one sequence.
             tokens: it has pages for so many, those of ``other`` among them.
-            twin: a sequence that became a copy of the same: the whole pages that it still has become those of both.
 
         Raises:
             MemoryError: as :meth:`reserve`.
         """
         n, end = -(-tokens // PAGE), -(-other.lengths[0] // PAGE)
-        live = other.pages[0, :, :end] >= 0  # [G, end]
-        common, whole = torch.zeros_like(live), self.open_page(other.lengths[0])
-        if twin is not None:
-            common[:, :whole] = live[:, :whole] & (self.pages[twin, :, :whole] >= 0)
-        copied = live & ~common
-        wanted = torch.cat([copied, live.new_ones(len(live), n - end)], 1)
-        self._grow(int(wanted.sum()) - len(self.free), n)
+        self._grow(0, n)
+        copied = (other.pages[0, :, :end] >= 0) & (self.pages[row, :, :end] < 0)  # [G, end]
+        wanted = torch.cat([copied, copied.new_ones(len(copied), n - end)], 1)
+        self._grow(int(wanted.sum()), n)
         self.pages[row, :, :n][wanted] = self.pages.new_tensor(self._take(int(wanted.sum())))
-        if twin is not None:
-            ids = self.pages[twin, :, :end][common]
-            self.pages[row, :, :end][common] = ids
-            self.refs[ids.long()] += 1
         to, source = self.pages[row, :, :end][copied].long(), other.pages[0, :, :end][copied].long()
         for name, x in self.of_pages().items():
             x[to] = getattr(other, name)[source]

@@ -219,7 +219,7 @@ class KeyPool(Pages):
             ids = self.pages[gone]
             self.pages[gone] = -1
             self.table.copy_(self.pages)
-            self._release(ids)
+            self.release(ids)
         return len(self.free) - before
 
     def certified(
@@ -351,6 +351,12 @@ class KeyPool(Pages):
         self.free[:] = (self.refs == 0).nonzero()[:, 0].tolist()
         self.lengths = list(lengths)
         self.looked = [min(before, n) for before, n in zip(self.looked, lengths, strict=True)]
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of the pages ``ids [G, n]``, ``[1, n PAGE, G, dim]``."""
+        found = written(self.state().pages, ids.to(self.k.device).long())
+        k, v = (x.flatten(1, 2).transpose(0, 1)[None] for x in found)
+        return k, v
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """The keys and values of key head g of sequence b, for references.

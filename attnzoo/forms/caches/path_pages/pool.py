@@ -105,8 +105,8 @@ class CarriedPool(KeyPool):
         kept = (found >= 0).any(0).any(0)
         return found[..., kept], pages[:, kept]
 
-    def _grow(self, missing: int, width: int) -> None:
-        super()._grow(missing, width)
+    def _grow(self, wanted: int, width: int) -> None:
+        super()._grow(wanted, width)
         groups = -(-self.table.shape[2] * PAGE // self.span)
         if groups > self.factors.shape[2]:
             self.factors = resized(self.factors, 2, groups)
@@ -346,9 +346,9 @@ class CarriedPool(KeyPool):
         self.recent = None if self.recent is None else tuple(one.select(index) for one in self.recent)
 
     @torch.no_grad()
-    def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
+    def adopt(self, row: int, other: Pages, tokens: int) -> None:
         assert isinstance(other, CarriedPool)
         factors, other.factors = other.factors, self.factors[row : row + 1]
-        super().adopt(row, other, tokens, twin)
+        super().adopt(row, other, tokens)
         other.factors, n = factors, min(factors.shape[2], self.factors.shape[2])
         self.factors[row, :, :n] = factors[0, :, :n]
