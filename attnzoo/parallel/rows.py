@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.parallel.collectives import gather
 from attnzoo.parallel.fragments import Fragments
 
@@ -25,27 +25,55 @@ class Rows:
     gate: Gate
     options: Any
 
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor], options: Any) -> Rows:
+        """The rows that have these tensors, by the names of :meth:`named`."""
+        parts = dict(named)
+        q, k, v = (parts.pop(name) for name in "qkv")
+        if "write" in parts:
+            options = replace(options, write=parts.pop("write"))
+        return cls(q, k, v, Gate(**parts), options)
+
+    def named(self) -> dict[str, Tensor]:
+        """q, k, v, the parts of the gate and, where there are some, the write strengths, by name."""
+        named = {"q": self.q, "k": self.k, "v": self.v, **{name: getattr(self.gate, name) for name in self.gate.parts}}
+        write = getattr(self.options, "write", None)
+        return named if write is None else {**named, "write": write}
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> Rows:
         """The rows with ``fn`` of every tensor that has tokens."""
-        write = getattr(self.options, "write", None)
-        options = self.options if write is None else replace(self.options, write=fn(write))
-        q, k, v = map(fn, (self.q, self.k, self.v))
-        return Rows(q, k, v, self.gate.map(lambda part: part if part.ndim == 1 else fn(part)), options)
+        return Rows.of({name: x if x.ndim == 1 else fn(x) for name, x in self.named().items()}, self.options)
 
     def cut(self, fragments: Fragments) -> list[Rows]:
         """The rows of each fragment of this rank."""
-        if len(fragments.sizes) == 1:
+        sizes, named = fragments.sizes, self.named()
+        if len(sizes) == 1:
             return [self]
-        names, write = self.gate.parts, getattr(self.options, "write", None)
-        parts = [getattr(self.gate, name) for name in names]
-        given = [self.q, self.k, self.v, *(x for x in (*parts, write) if x is not None and x.ndim > 1)]
-        found = []
-        for q, k, v, *others in zip(*(x.split(fragments.sizes, 1) for x in given), strict=True):
-            rest = iter(others)
-            gate = Gate(**{name: x if x.ndim == 1 else next(rest) for name, x in zip(names, parts, strict=True)})
-            options = self.options if write is None else replace(self.options, write=next(rest))
-            found.append(Rows(q, k, v, gate, options))
-        return found
+        pieces = zip(*([x] * len(sizes) if x.ndim == 1 else x.split(sizes, 1) for x in named.values()), strict=True)
+        return [Rows.of(dict(zip(named, piece, strict=True)), self.options) for piece in pieces]
+
+    def heads(self, groups: int) -> list[Rows]:
+        """The rows of each of so many groups of heads."""
+        named, H = self.named(), self.q.shape[2]
+        of_groups = zip(*(
+            [x] * groups if x.ndim == 1 or x.shape[2] == 1 else divisible(x, H, groups).chunk(groups, 2)
+            for x in named.values()
+        ), strict=True)  # fmt: skip
+        return [
+            Rows.of(dict(zip(named, xs, strict=True)), per_head(self.options, lambda x, n=n: x.chunk(groups)[n]))
+            for n, xs in enumerate(of_groups)
+        ]
+
+
+def divisible(x: Tensor, heads: int, groups: int) -> Tensor:
+    """``[B, n, heads, ...]`` that groups can share: a copy for each query head where key heads are too few."""
+    return x if x.shape[2] % groups == 0 else expand_heads(x, heads)
+
+
+def per_head(options: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The options with ``fn`` of each that has a number per query head."""
+    given = {name: getattr(options, name, None) for name in ("sink", "logit_bound")}
+    return replace(options, **{name: fn(x) for name, x in given.items() if x is not None})
 
 
 def separated(gate: Gate, q: Tensor, fragments: Fragments) -> Gate:
