@@ -36,6 +36,7 @@ FRAGMENTS = {  # as the log of FoX has them, in quarters of 131072 tokens: from,
     (3, 4): ("54.3 |", "189.2 |"),
 }
 RECORD = "2026-11-28-h200-context"
+LATER = "2026-11-29-h200-context"  # to which the model is not fitted
 SHARES = "2026-11-29-h200-shares"
 EXCHANGED = {  # what the record calls each transport
     ("gather", False): "gather",
@@ -45,12 +46,13 @@ EXCHANGED = {  # what the record calls each transport
     ("pruned", True): "ACP, pruned, zigzag",
 }
 TWO = (32768, 131072)  # tokens of the record
+SINCE = ((131072, "gather", False), (131072, "gather", True), (524288, "gather", True), (524288, "pruned", True))
 
 
-def measured(tokens: int, way: str, pruned: bool, of: str = "ms") -> float:
-    """A number of the record of two GPUs: `one_ms`, `ms`, `times_one`, `sent_MB`."""
+def measured(tokens: int, way: str, pruned: bool, of: str = "ms", record: str = RECORD) -> float:
+    """A number of a record of two GPUs: `one_ms`, `ms`, `times_one`, `sent_MB`."""
     name = EXCHANGED[way, pruned]
-    [found] = [row for row in run(RECORD)["rows"] if (row["way"], row["shape"][2]) == (name, tokens)]
+    [found] = [row for row in run(record)["rows"] if (row["way"], row["shape"][2]) == (name, tokens)]
     return float(found[of])
 
 
@@ -251,6 +253,32 @@ def checked() -> str:
     return markdown(titles, rows)
 
 
+def later(tokens: int, way: str, pruned: bool, of: str = "times_one") -> float:
+    """A number of the later record of two GPUs."""
+    return measured(tokens, way, pruned, of, LATER)
+
+
+def certified(tokens: int) -> float:
+    """MB that two ranks send each other forward and backward by the certificate."""
+    return 2 * float(sent(tokens, 2).sum()) * KEY / 1e6
+
+
+def off(tokens: int, way: str, pruned: bool) -> float:
+    """By what part the model's gain is above the later record's."""
+    return gain(tokens, 2, way, pruned) / later(tokens, way, pruned) - 1
+
+
+def since() -> str:
+    """Table of the later record of two GPUs beside the model, which is not fitted to it."""
+    titles = ["tokens", "transport", "one GPU, ms", "two, ms", "GB sent", "gain", "model, with handling", "off"]
+    rows = []
+    for one in SINCE:
+        ms = [f"{later(*one, of):g}" for of in ("one_ms", "ms")]
+        found = [f"{later(*one, 'sent_MB') / 1e3:.2f}", f"{later(*one):.2f}", f"{gain(one[0], 2, *one[1:]):.2f}"]
+        rows.append([f"{one[0]}", f"{'ACP' if one[2] else 'dense'}, {one[1]}", *ms, *found, f"{100 * off(*one):+.1f}%"])
+    return markdown(titles, rows)
+
+
 def shares() -> str:
     """Table of what the busiest of several ranks computes, measured on one GPU, beside the model."""
     titles = ["tokens", "ranks", "dense, ms", "model", "allows", "ACP, ms", "model", "allows", "contiguous allows"]
@@ -303,6 +331,7 @@ def exchanged() -> str:
 
 TABLES = {
     "two GPUs": checked,
+    "two GPUs since": since,
     "shares of ranks": shares,
     "gains today": gains,
     "gains of links": partial(gains, today=False),
