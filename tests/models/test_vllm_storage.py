@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attnzoo import build_attention
-from attnzoo.models.config import ModelConfig
 from attnzoo.models.vllm.refusals import check_layers, refusal
 from attnzoo.models.vllm.storage import storage_of
 
@@ -67,10 +66,11 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, options: Any, dtype
         assert not refusal(one, dtype)
         return
     with pytest.raises(ValueError, match=f"^layer 1: expected one that vLLM can serve, got '{name}': "):
-        check_layers(ModelConfig(), [layer("nope"), one], dtype)
+        check_layers([layer("nope"), one], dtype)
 
 
-def test_a_model_whose_mlps_or_values_have_states_beside_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="mlp_mix: expected False, as vLLM keeps states of attention layers alone"):
-        check_layers(ModelConfig(mlp_mix=True), [], torch.float32)
-    assert "first layer's" in refusal(layer("rwkv7", value_residual=2), torch.float32)
+def test_tokens_that_attention_and_mlp_mix_are_kept_where_values_of_the_first_layer_are_mixed_in() -> None:
+    one = layer("rwkv7", value_residual=2)
+    found = {slot.name: slot.shape for slot in storage_of(one, 3, mixes=True).slots}
+    assert found == {"mix": (1, 32), "gate_mix": (1, 32), "mlp_mix": (1, 32), "matrix": (4, 8, 8)}
+    assert not refusal(one, torch.float32)

@@ -63,6 +63,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             {"name": "gated_deltanet", "options": {"query_correction": True}},
         ],
     },
+    "rwkv7": {
+        "attention": "rwkv7",
+        "num_layers": 3,
+        "attention_options": {"value_residual": 3},
+        "mlp_mix": True,
+        "mlp_gated": False,
+        "mlp_activation": "relu2",
+        "embedding_norm": True,
+        "norm_kind": "layer",
+    },
     "linear_and_fox": {"attention": ["mamba2", {"name": "fox", "options": {"block": "pro"}}, "gated_deltanet"]},
     "qwen3_next": {"attention": [*[{"name": "gated_deltanet", "options": QWEN_LINEAR}] * 3, QWEN_ROPE]},
 }

@@ -71,4 +71,5 @@ def width_of(channels: int) -> int:
 
 @lru_cache(maxsize=8)
 def _storages(fields: str, dtype: torch.dtype, channels: int) -> tuple[Storage, ...]:
-    return tuple(storage_of(layer, channels) for layer in layers_of(ModelConfig(**json.loads(fields)), dtype))
+    config = ModelConfig(**json.loads(fields))
+    return tuple(storage_of(layer, channels, mixes=config.mlp_mix) for layer in layers_of(config, dtype))

@@ -35,7 +35,7 @@ class ServedModel(nn.Module, HasInnerState, IsHybrid):  # type: ignore[misc]
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         self.model = LanguageModel(config.native())
         layers = self.model.attentions()
-        check_layers(self.model.config, layers, dtype)
+        check_layers(layers, dtype)
         for layer in layers:
             layer.prune = None  # vLLM computes all pairs
         of_layers = enumerate(zip(layers, config.storages(dtype), strict=True))
@@ -73,14 +73,14 @@ class ServedModel(nn.Module, HasInnerState, IsHybrid):  # type: ignore[misc]
         assert x is not None
         shape, metadata = (1, len(x)), get_forward_context().attn_metadata
         x = self.model.placed(x[None], None if self.model.positions is None else positions[None])
-        steps: dict[int, Step] = {}
+        steps, first = dict[int, Step](), self.model.first_values()
         for block, served in zip(self.model.blocks, cast("Iterable[ServedLayer]", self.served), strict=True):
             own = metadata[served.states.prefix] if metadata and served.states is not None else None
             if own is not None and id(own) not in steps:
                 steps[id(own)] = Step.of(own, shape[1])
             step = None if own is None else steps[id(own)]
             stream = ServedStream(None, None, shape, x.device, layer=served, place=positions, step=step)
-            x = block(x, cache=stream)
+            x = block(x, cache=stream, **first)
         out: Tensor = self.model.norm(x)[0]
         return out
 

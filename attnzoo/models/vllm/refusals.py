@@ -10,15 +10,12 @@ from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.backends.sdpa import PARTS
 from attnzoo.forms.linear import LinearForms
 from attnzoo.layer.attention import Attention
-from attnzoo.models.config import ModelConfig
 
 
 def refusal(layer: Attention, dtype: torch.dtype) -> str:
     """The reason why vLLM cannot serve a layer, or ""."""
     variant, config = layer.variant, layer.config
     decays = "log_decay" in variant.requires
-    if config.value_residual is not None:
-        return "its values are mixed with the first layer's, which vLLM's layers do not hand on"
     if layer.forget is not None:
         return "One-Pass Forgetting evicts keys of single heads, and vLLM's pages hold all heads of a token"
     if variant.side == "linear":
@@ -38,22 +35,19 @@ def refusal(layer: Attention, dtype: torch.dtype) -> str:
     return ""
 
 
-def unserved(config: ModelConfig, layers: Sequence[Attention], dtype: torch.dtype) -> str:
-    """The part of a model that vLLM cannot serve, the first such layer or its MLPs, and why; "" where it can serve
-    all."""
-    if config.mlp_mix:
-        return "mlp_mix: expected False, as vLLM keeps states of attention layers alone, got True"
+def unserved(layers: Sequence[Attention], dtype: torch.dtype) -> str:
+    """The first layer of a model that vLLM cannot serve, and why; "" where it can serve all."""
     for number, layer in enumerate(layers):
         if why := refusal(layer, dtype):
             return f"layer {number}: expected one that vLLM can serve, got {layer.variant.name!r}: {why}"
     return ""
 
 
-def check_layers(config: ModelConfig, layers: Sequence[Attention], dtype: torch.dtype) -> None:
+def check_layers(layers: Sequence[Attention], dtype: torch.dtype) -> None:
     """Raise where vLLM cannot serve one of the layers of a model.
 
     Raises:
         ValueError: one that it cannot; the message names the layer and says why.
     """
-    if why := unserved(config, layers, dtype):
+    if why := unserved(layers, dtype):
         raise ValueError(why)

@@ -53,9 +53,8 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
         known, tokens = model.hf_config.learned_positions, model.max_model_len
         if known and tokens > known:
             raise ValueError(f"--max-model-len: expected at most {known} (learned_positions), got {tokens}")
-        native = model.hf_config.native()
-        layers = layers_of(native)
-        check_layers(native, layers, model.dtype)
+        layers = layers_of(model.hf_config.native())
+        check_layers(layers, model.dtype)
         heads = {storage.kv_heads for storage in model.hf_config.storages() if storage.kv_heads}
         if len(heads) > 1:
             raise ValueError(f"num_kv_heads: expected as many in all layers with keys, got {sorted(heads)}")

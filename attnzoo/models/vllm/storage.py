@@ -16,6 +16,7 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 
 ALIGNED = 16  # bytes: where a tensor of a state may begin
+MLP_MIX = "mlp_mix"  # the last token before an MLP that mixes it with the next
 SUMS, PHASE = "sums", "phase"  # running sums of log decays and of angles
 MATRIX = "matrix"  # of a recurrence
 
@@ -59,18 +60,21 @@ class Storage:
         return sum(-(-slot.bytes // ALIGNED) * ALIGNED for slot in self.slots)
 
 
-def storage_of(layer: Attention, channels: int) -> Storage:
+def storage_of(layer: Attention, channels: int, mixes: bool = False) -> Storage:
     """The storage of a layer, which projects one token to see what it keeps; no values are read.
 
     Args:
         layer: on any device, also the meta device.
         channels: of each running sum of log decays.
+        mixes: whether the MLP after it mixes each token with the one before.
     """
-    weight = layer.q_proj.weight
+    weight, D = layer.q_proj.weight, layer.config.hidden_size
     stream = Stream(None, LayerCache(), (1, 1), weight.device)
-    made = layer._project(weight.new_zeros(1, 1, layer.config.hidden_size), stream)
+    first = None if layer.value_residual is None else [weight.new_zeros(1, 1, layer.v_proj.out_features)]
+    made = layer._project(weight.new_zeros(1, 1, D), stream, first)
     q, k, v, gate = made.q, made.k, made.v, made.gate
     slots = [Slot(name, tuple(x.shape[1:]), x.dtype) for name, x in stream.windows.items()]
+    slots += [Slot(MLP_MIX, (1, D), weight.dtype)] * mixes
     if layer.variant.side == "linear":
         matrix = layer._core(made, stream)[1].matrix
         return Storage(0, 0, (*slots, Slot(MATRIX, tuple(matrix.shape[1:]), matrix.dtype)))

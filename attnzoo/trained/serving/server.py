@@ -114,8 +114,7 @@ class Serving:
         from attnzoo.trained.exchange import recipe_of
 
         dtype = getattr(torch, self.dtype or dtype_of(self.source))
-        config = recipe_of(self.source).model
-        return unserved(config, layers_of(config), dtype)
+        return unserved(layers_of(recipe_of(self.source).model), dtype)
 
     def vllm_words(self, folder: Path, port: int) -> list[str]:
         """The command that serves a folder by vLLM."""
