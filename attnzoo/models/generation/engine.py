@@ -351,13 +351,14 @@ class Generator:
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
+        ahead: int | None = None
         if running and isinstance(draft, ModelDraft) and draft.joins(self.model):
             self.batch.follow(draft.model, running)
             ahead = min(draft.tokens, most) if all(request.known > 1 for _, request in running) else 0
             tokens, number = ahead + 1, dict.fromkeys((row for row, _ in running), ahead)
         else:
             offered = {row: whole_numbers("draft", draft(request))[:most] for row, request in running} if most else {}
-            ahead, tokens = None, self.batch.proposals.offer(offered, self.model.config.vocab_size)
+            tokens = self.batch.proposals.offer(offered, self.model.config.vocab_size)
             number = {row: len(proposed) for row, proposed in offered.items()}
             if tokens == 1:
                 return False
