@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SITE = Path(__file__).parents[2] / "site"
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # one without windows first
 PATIENCE = 120_000  # milliseconds before a browser counts as hanging, on the busiest machine
 # no sandbox: continuous integration runs as root; the rest keeps the browser itself off the network
 FLAGS = (
@@ -53,7 +53,8 @@ def browser(request: pytest.FixtureRequest):
     if path is None:
         missing(
             request.config,
-            f"no Chromium: expected one of {', '.join(CHROMIUM)} on the path (apt-get install chromium), or $CHROMIUM",
+            f"no Chromium: expected one of {', '.join(CHROMIUM)} on the path, or $CHROMIUM "
+            f"(apt-get install {CHROMIUM[0]})",
         )
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS), timeout=PATIENCE)
