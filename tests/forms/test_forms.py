@@ -52,7 +52,7 @@ AROUND: tuple[tuple[int, Regime], ...] = (
     [
         (name, *around)
         for number, name in enumerate(list_variants())
-        for around in in_long(AROUND[number % 2 :: 2], AROUND)  # neighbours in the list take turns
+        for around in in_long(AROUND[number % 3 :: 3], AROUND)  # neighbours in the list take turns
     ],
 )
 def test_forms_equal_oracle_around_block_sizes(name: str, regime: Regime, T: int) -> None:
