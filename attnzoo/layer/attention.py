@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, QueryBounds, may_prune
@@ -32,14 +32,15 @@ from attnzoo.layer.modules import (
     ACTIVATIONS,
     HeadNorm,
     l2_normalize,
-    products,
     untouched,
     writes_fuse,
 )
+from attnzoo.layer.products import products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
 from attnzoo.layer.shifted import by_groups
 from attnzoo.layer.stream import OwnCore, Stream
+from attnzoo.precision import GateAffine
 from attnzoo.recurrences.complex_linear import rotate_all
 
 WHOLE_STEPS: dict[str, Any] = {"matrix": fused_recurrent, "pages": fused_paged}  # fused steps by memory
@@ -267,7 +268,9 @@ class Attention(AttentionParts):
         if self.keys_per_token > 1:
             o = token_outputs(o, self.keys_per_token)
         norm, act, first = self.output_norm, self.config.output_gate, self.config.gate_before_norm
-        logits = None if self.output_gate is None else self.output_gate(projected.of_gate)
+        logits = projected.logits
+        if logits is None and self.output_gate is not None:
+            logits = self.output_gate(projected.of_gate)
         y: Tensor
         whole = None if norm is None else self._whole_norm(o, v, logits)
         if whole is not None:
@@ -309,8 +312,10 @@ class Attention(AttentionParts):
         if mixed is not None:
             q, k, v = self.q_proj(mixed[0]), self.k_proj(mixed[1]), self.v_proj(mixed[2])
         else:
-            inner = x if self.latent is None else self.latent(x)
-            q, k, v = self.q_proj(x), self.k_proj(inner), self.v_proj(inner)
+            inner, known = x if self.latent is None else self.latent(x), stream.products
+            q = known["q"] if "q" in known else self.q_proj(x)
+            k = known["k"] if "k" in known else self.k_proj(inner)
+            v = known["v"] if "v" in known else self.v_proj(inner)
         if self.latent is not None:
             k = self.latent.keys(k, x)
         of_q, of_k, of_v = self.q_conv, self.k_conv, self.v_conv
@@ -318,18 +323,27 @@ class Attention(AttentionParts):
             q, k, v = of_q(q, stream, "q"), of_k(k, stream, "k"), of_v(v, stream, "v")
         return q, k, v
 
+    def _maps_of(self, mixed: Sequence[Tensor] | None) -> dict[str, nn.Module]:
+        """The maps that read the hidden states themselves, by the names of their products."""
+        shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
+        thin = {name: one.proj for name, one in shifts.items() if one is not None and untouched(one)}
+        thin |= self.gate.maps if untouched(self.gate) else {}
+        maps: dict[str, nn.Module] = {name: one for name, one in thin.items() if type(one) is GateAffine}
+        if mixed is None:
+            maps |= {"q": self.q_proj} | ({"k": self.k_proj, "v": self.v_proj} if self.latent is None else {})
+            maps |= {} if self.output_gate is None else {"output_gate": self.output_gate}
+        return maps
+
     def _project(self, x: Tensor, stream: Stream, first: list[Tensor] | None = None) -> Projected:
         config, (of_q, of_k, of_v), (map_q, map_k) = self.config, self._heads, self._maps
         mixed = None if self.token_mix is None else self.token_mix(x, stream, "mix")
+        if x.is_cuda or self._impl == "triton":
+            stream.products.update(products(x, self._maps_of(mixed), self._impl))
         q, k, v = self.rows(x, stream, mixed)
         if self.value_residual is not None:
             v = self.value_residual(v, x if mixed is None else mixed[2], first)
         elif first is not None and not first:
             first.append(v)
-        if (x.is_cuda or self._impl == "triton") and untouched(self.gate):
-            shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
-            thin = {name: one.proj for name, one in shifts.items() if one is not None and untouched(one)}
-            stream.products.update(products(x, {**thin, **self.gate.maps}, self._impl))
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
         rows = stream.shape
@@ -372,4 +386,5 @@ class Attention(AttentionParts):
         if isinstance(write, Tensor) and writes_fuse(self._impl, v, write):
             v, write = linear.written_values(v, write), None
         of_gate = x if mixed is None else mixed[-1]
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values, of_gate, bonus)
+        logits = stream.products.get("output_gate")
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write, values, of_gate, bonus, logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,17 +64,6 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
     """
     unbiased = getattr(linear, "unbiased", None) if apart and untouched(linear) else None
     return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)  # type: ignore[return-value]
-
-
-def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
-    """The products of x with the weights of thin maps, by name, as one; none where each must be called by itself."""
-    if len(maps) < 2:
-        return {}
-    weights = [part.weight for part in maps.values() if type(part) is GateAffine and untouched(part)]
-    if len(weights) < len(maps) or not on_kernels(impl, x, *weights):
-        return {}
-    made = F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
-    return dict(zip(maps, made, strict=True))
 
 
 def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:

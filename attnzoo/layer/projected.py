@@ -23,6 +23,7 @@ class Projected:
         values: ``[B, T, G, V]``, v of each token as it was projected.
         of_gate: the output gate's input, ``[B, T, D]``.
         bonus: what is added to the normed output, ``[B, T, H, V]``, or None.
+        logits: the output gate's, ``[B, T, H * V]``, where they are known.
     """
 
     q: Tensor
@@ -33,3 +34,4 @@ class Projected:
     values: Tensor
     of_gate: Tensor
     bonus: Tensor | None = None
+    logits: Tensor | None = None

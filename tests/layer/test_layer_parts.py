@@ -14,7 +14,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 from attnzoo import build_attention
 from attnzoo.kernels import convolution, linear, norms
-from attnzoo.layer import attention, modules
+from attnzoo.layer import attention
+from attnzoo.layer import products as layer_products
 from attnzoo.layer.modules import HeadNorm
 from attnzoo.models.generation.fused import fuse
 from attnzoo.precision import GateAffine
@@ -119,12 +120,12 @@ def test_hooks_and_exchanged_modules_are_called(called: Counter[str]) -> None:
 def test_thin_maps_of_a_layer_are_one_product(
     name: str, thin: tuple[str, ...], called: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gates and both shifts; not where a hook waits, as those that shard a gate by itself."""
+    """Of gates and both shifts; not where a hook waits, as those that shard a gate by itself. Others have one sum."""
     attn, plain = pair(name)
     made: list[tuple[str, ...]] = []
 
     def products(*given: Any) -> dict[str, Tensor]:
-        made.append(tuple(found := modules.products(*given)))
+        made.append(tuple(found := layer_products.products(*given)))
         return found
 
     monkeypatch.setattr(attention, "products", products)
@@ -132,7 +133,8 @@ def test_thin_maps_of_a_layer_are_one_product(
         [y := layer(rows()), *torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad])]
         for layer in (attn, plain)
     )
-    assert [sorted(names) for names in made] == [sorted(thin)]
+    wide = ["q", "k", "v", *(["output_gate"] if type(attn.output_gate) is nn.Linear else [])]
+    assert [sorted(names) for names in made] == [sorted([*thin, *wide])]
     assert max(map(error, ours, exact)) < 1e-5
     expected = plain(rows())
     for part in (attn.gate if attn.k_shift is None else attn.k_shift.proj, attn.gate):
@@ -141,7 +143,9 @@ def test_thin_maps_of_a_layer_are_one_product(
         assert error(attn(rows()), expected) < 1e-5
         hook.remove()
         assert len(seen) == 1
-    assert set(made[1:]) <= {()}
+    of_gate = {*thin} - {"k_shift", "v_shift"}
+    for names, hooked in zip(made[1:], (of_gate if attn.k_shift is None else {"k_shift"}, of_gate), strict=True):
+        assert not hooked & {*names}
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -48,13 +48,19 @@ class LowRankDiagonal(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens / options.get("temperature", 16.0))}
 
-    def logits(self, x: Tensor, apart: bool = True) -> DecayLogits:
-        """The logits from which the decays of x are computed; ``apart``: their bias comes beside them."""
-        low = x if self.down is None else self.down(x)
+    @property
+    def maps(self) -> dict[str, GateAffine]:
+        return {"gate_down": self.down} if type(self) is LowRankDiagonal and self.down is not None else {}
+
+    def logits(self, x: Tensor, apart: bool = True, known: Tensor | None = None) -> DecayLogits:
+        """The logits from which the decays of x are computed; ``apart``: their bias comes beside them; ``known``: the
+        product of the first map."""
+        low = x if self.down is None else self.down(x) if known is None else self.down(x, known)
         return DecayLogits(*product(self.up, low, apart), factor=1 / self.temperature)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a, _ = log_decays(self.logits(x, apart=x.is_cuda), self.impl)
+        known = stream.products.get("gate_down")
+        a, _ = log_decays(self.logits(x, apart=x.is_cuda, known=known), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
 

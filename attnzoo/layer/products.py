@@ -1,0 +1,72 @@
+"""Products of the same rows with several weights, whose gradients of the rows are added up as they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.values import in_transform, records
+from attnzoo.layer.modules import on_kernels, untouched
+from attnzoo.precision import GateAffine
+
+
+class _Products(torch.autograd.Function):
+    """Of rows ``[..., D]`` with weights ``[X, D]``: a node and a sum in place of a node and a sum for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        rows = x.flatten(0, -2)
+        return tuple([torch.mm(rows, one.t()).view(*x.shape[:-1], len(one)) for one in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        of_x, *of_weights = ctx.needs_input_grad
+        rows, dx, found = x.flatten(0, -2), None, []
+        for one, dy, wanted in zip(weights, grads, of_weights, strict=True):
+            if dy is None:
+                found.append(None)
+                continue
+            dy = dy.flatten(0, -2)
+            found.append(torch.mm(dy.t(), rows) if wanted else None)
+            if of_x:
+                dx = torch.mm(dy, one) if dx is None else dx.addmm_(dy, one)
+        return dx if dx is None else dx.view(x.shape), *found
+
+
+def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
+    """The products of rows ``x [B, T, D]`` with weights of a layer, by name; not of those that must be called.
+
+    Thin maps, of gates, are one product; wide ones are taken where a gradient is recorded, for its sums.
+    """
+    able = {name: part for name, part in maps.items() if untouched(part) and _plain(part)}
+    thin = [name for name, part in maps.items() if type(part) is GateAffine]
+    together = len(thin) > 1 and all(name in able for name in thin)
+    weights: dict[str, Tensor] = {name: part.weight for name, part in able.items()}  # type: ignore[misc]
+    if not weights or not on_kernels(impl, x, *weights.values()):
+        return {}
+    wide = [name for name in weights if name not in thin or not together]
+    if torch.compiler.is_compiling() or in_transform() or not records(x, *weights.values()):
+        wide = []
+    of = [weights[name] for name in wide]
+    if together:
+        of.append(torch.cat([weights[name] for name in thin]))
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, of = x.to(dtype), [one.to(dtype) for one in of]
+    if (len(of) < 2 and not together) or any(one.dtype != x.dtype for one in of):
+        return {}
+    made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]
+    parts = made.pop().split([len(weights[name]) for name in thin], -1) if together else ()
+    return dict(zip([*wide, *(thin if together else ())], [*made, *parts], strict=True))
+
+
+def _plain(part: nn.Module) -> bool:
+    """Whether a map is its weight, but for the bias of a gate."""
+    return type(part) is GateAffine or (type(part) is nn.Linear and part.bias is None)

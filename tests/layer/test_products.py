@@ -1,0 +1,71 @@
+"""Products of the same rows with several weights beside PyTorch's linear maps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnzoo.layer import products as layer_products
+from attnzoo.layer.products import _Products, products
+from attnzoo.precision import GateAffine
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_products, "on_kernels", lambda *given: True)
+
+
+def maps(**frozen: bool) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    made = {
+        "q": nn.Linear(6, 5, bias=False),
+        "k": nn.Linear(6, 4, bias=False),
+        "a": GateAffine(6, 2),
+        "b": GateAffine(6, 3),
+    }
+    for name, one in made.items():
+        one.requires_grad_(not frozen.get(name, False))
+    return made
+
+
+def test_products_and_their_first_and_second_derivatives() -> None:
+    x, *weights = (torch.randn(n, 3, dtype=torch.float64).requires_grad_() for n in (4, 5, 2))
+    assert torch.autograd.gradcheck(lambda *given: _Products.apply(given[0][:, None], *given[1:]), (x, *weights))
+    assert torch.autograd.gradgradcheck(lambda *given: _Products.apply(given[0][:, None], *given[1:]), (x, *weights))
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+@pytest.mark.parametrize("used", [("q", "k", "a", "b"), ("k", "b")], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_of_maps_are_those_of_linear_maps(of_rows: bool, used: tuple[str, ...], autocast: bool) -> None:
+    """Also where some weights are frozen and some products are not used."""
+    found = []
+    for whole in (True, False):
+        made, x = maps(q=True), torch.randn(2, 3, 6).requires_grad_(of_rows)
+        leaves = [p for one in made.values() for p in [one.weight] if p.requires_grad] + [x] * of_rows
+        with torch.autocast("cpu", enabled=autocast):
+            known = products(x, made, "triton") if whole else {n: F.linear(x, one.weight) for n, one in made.items()}
+        assert {*known} == {*made}
+        total = sum(known[name].float().square().sum() for name in used)
+        found.append([*(known[n] for n in made), *torch.autograd.grad(total, leaves, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        if a is None or b is None:  # thin maps are one product, of which a part may not be used
+            assert all(one is None or not one.any() for one in (a, b))
+        else:
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-5)
+
+
+def test_maps_that_are_more_than_a_weight_are_left_to_be_called() -> None:
+    made, x = maps(), torch.randn(2, 3, 6)
+    made |= {"v": nn.Linear(6, 4), "g": nn.Sequential(nn.Linear(6, 4, bias=False)), "h": nn.Linear(6, 4, bias=False)}
+    made["h"].register_forward_hook(lambda *given: None)
+    assert {*products(x, made, "triton")} == {"q", "k", "a", "b"}
+    made["a"].register_forward_hook(lambda *given: None)
+    assert {*products(x, made, "triton")} == {"q", "k", "b"}
+    with torch.no_grad():
+        assert products(x, made, "triton") == {}
+        assert {*products(x, maps(), "triton")} == {"a", "b"}
+    assert {*products(x.double(), maps(), "triton")} == set()
