@@ -52,12 +52,13 @@ class Chunks(torch.autograd.Function):
         launch(k, v, last)
         launch(q, last, o)
         ctx.save_for_backward(q, k, v, last, None)
-        ctx.scale, ctx.carried = scale, initial_state is not None
+        ctx.scale, ctx.carried, ctx.shape = scale, initial_state is not None, q.shape
         return o * scale, last if output_final_state else None
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
         runs.append("backward")
+        assert do.shape == ctx.shape
         (q, k, v, last, _), do = ctx.saved_tensors, do * ctx.scale
         dq, dkv, dk, dv = (torch.zeros_like(q) for _ in range(4))
         launch(do, last, dq)
@@ -119,6 +120,14 @@ def test_steps_from_the_third_on_are_replayed_with_the_same_numbers(given: Any, 
         assert runs == (["forward", "backward"] if seed < 2 else [])
         for a, b in zip(got, step(operation, seed, **given), strict=True):
             assert torch.equal(a, b)
+
+
+def test_calls_of_several_lengths_have_gradients_of_their_own(repeating: Any) -> None:
+    options = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    inputs = [torch.ones(1, T, 2, N // T // 2).requires_grad_() for T in (12, 24)]
+    made = [repeating(x, x.detach() + 1, x.detach() + 2, **options)[0] for x in inputs]
+    for x, y in zip(inputs, made, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 6 * x.shape[3] ** -0.5))
 
 
 def test_a_launch_that_nobody_hears_of_ends_all_replays(repeating: Any) -> None:

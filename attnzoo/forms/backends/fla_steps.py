@@ -30,11 +30,12 @@ FUNCTIONS = {
     "chunk_simple_gla": "ChunkSimpleGLAFunction", "chunk_gla": "ChunkGLAFunction", "chunk_kda": "ChunkKDAFunction",
     "chunk_delta_rule": "ChunkDeltaRuleFunction", "chunk_gated_delta_rule": "ChunkGatedDeltaRuleFunction",
 }  # fmt: skip
+MOST = 256  # kinds of calls of an operation that are remembered
 NEUTRAL = {"state_v_first": False}  # and None for others
 
 
 class _Kind:
-    """Calls of one function with the same numbers, and tensors in the same places.
+    """Calls of one function with the same numbers, and tensors of the same shapes in the same places.
 
     Args:
         function: their torch.autograd.Function.
@@ -142,9 +143,11 @@ def repeating(family: str, name: str, operation: Operation, version: str) -> Ope
             x.contiguous() if isinstance(x, Tensor) else x
             for x in {**defaults, "q": q, "k": k, "v": v, **given, "scale": scale}.values()
         ]
-        key = tuple(x.dtype if isinstance(x, Tensor) else x for x in leaves)
+        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
         kind = kinds.get(key)
         if kind is None:
+            if len(kinds) >= MOST:
+                kinds.clear()
             kind = kinds[key] = _Kind(function, leaves)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if recorders.compiles:
