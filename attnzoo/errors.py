@@ -82,10 +82,14 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
     return f"; did you mean {close!r}?" if close else ""
 
 
-def did_you_mean_path(path: str | Path, names: Iterable[str] = ()) -> str:
+def did_you_mean_path(path: str | Path, names: Iterable[str] = (), folders: bool = False) -> str:
     """The end of a message about a `path` where nothing is, which offers the nearest of `names` and of what lies beside
-    it; empty where none is close. Names of files are compared without their suffix."""
-    beside = {found.stem: str(found) for found in sorted(Path(path).parent.glob("*")) if found != Path(path)}
+    it, or of the `folders` there alone; empty where none is close. Names of files are compared without their suffix."""
+    beside = {
+        found.stem: str(found)
+        for found in sorted(Path(path).parent.glob("*"))
+        if found != Path(path) and (found.is_dir() or not folders)
+    }
     options = {name: name for name in names} | beside
     close = nearest(Path(path).stem, options)
     return f"; did you mean {options[close]!r}?" if close else ""
@@ -93,7 +97,7 @@ def did_you_mean_path(path: str | Path, names: Iterable[str] = ()) -> str:
 
 def no_run(folder: str | Path, file: str) -> FileNotFoundError:
     """The error for a folder that holds no run, as its ``file`` is missing."""
-    return FileNotFoundError(f"no run in {str(folder)!r}: there is no {file}{did_you_mean_path(folder)}")
+    return FileNotFoundError(f"no run in {str(folder)!r}: there is no {file}{did_you_mean_path(folder, folders=True)}")
 
 
 def no_data(path: str | Path) -> FileNotFoundError:

@@ -41,7 +41,7 @@ def find_config(config: str | Path, command: str, also: Sequence[str] = ()) -> P
         names = presets.names()
         if str(config) in names:
             return presets.preset(str(config)).train_settings()
-    if Path(config).is_dir() and command == "train":
+    if str(config) and Path(config).is_dir() and command == "train":
         run = Path(config) / "config.yaml"
         goes_on, source = shlex.join(["attnzoo", "train", str(run)]), shlex.quote(f"data.source={config}")
         how = f"`{goes_on}` goes on with this run" if run.is_file() else f"{source} trains on it"

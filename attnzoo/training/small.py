@@ -23,7 +23,7 @@ def model_folder(source: str | Path) -> Path:
 def what_is_there(source: Path) -> str:
     """A hint, for an error, about a path that is neither a run nor a model folder."""
     if not source.exists():
-        return ", which does not exist" + did_you_mean_path(source, small_models())
+        return ", which does not exist" + did_you_mean_path(source, small_models(), folders=True)
     if not source.is_dir():
         return ", which is a file"
     inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}

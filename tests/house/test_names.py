@@ -12,13 +12,14 @@ import pytest
 from attnzoo import build_attention, get, list_variants
 from attnzoo.data.config import DataConfig
 from attnzoo.data.sources import build_data
-from attnzoo.errors import nearest, unknown
+from attnzoo.errors import nearest, no_run, unknown
 from attnzoo.experiments.builtin import find_config
 from attnzoo.registry import from_file
 from attnzoo.registry.table import KNOWN_AS, OUTSIDE
 from attnzoo.samples import random_inputs
 from attnzoo.trained.model import load_trained
 from attnzoo.training import load_run, read_metrics
+from attnzoo.training.small import what_is_there
 
 
 @pytest.mark.parametrize("name", [None, 1, [], {}])
@@ -132,3 +133,15 @@ def test_a_path_where_nothing_is_leads_to_the_nearest_beside_it(tmp_path: Path, 
 
 def test_unknown_with_no_options_says_so() -> None:
     assert str(unknown("key", "x", [])) == "unknown key 'x': none is expected"
+
+
+def test_for_a_missing_run_folders_alone_are_offered(tmp_path: Path) -> None:
+    (tmp_path / "fox-run.txt").write_text("a text")
+    (tmp_path / "fox-runs").mkdir()
+    for missing in (no_run(tmp_path / "fox-run", "config.yaml"), what_is_there(tmp_path / "fox-run")):
+        assert f"did you mean '{tmp_path / 'fox-runs'}'?" in str(missing)
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(FileNotFoundError, match="^no configuration file ''"):
+        find_config("", "train")
