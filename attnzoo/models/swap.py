@@ -17,15 +17,21 @@ from attnzoo.models.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 
-class Unfilled(TorchFunctionMode):
-    """A torch function mode that leaves out ``torch.nn.init``.
+ELEMENTWISE = {"exp", "expm1", "log", "neg", "uniform_"}
 
-    On the meta device tensors have no values, and most of the time of making a layer would go there.
+
+class Unfilled(TorchFunctionMode):
+    """A torch function mode that leaves out ``torch.nn.init``, and functions of each element.
+
+    On the meta device tensors have no values, and most of the time of making a layer would go there: PyTorch imports
+    its compiler for the first function of a tensor without values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
+        if getattr(func, "__name__", "") in ELEMENTWISE and args and args[0].is_meta:
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
@@ -110,6 +111,12 @@ class GateProjection(PreciseModule):
     ) -> tuple[Tensor, Tensor, Strength]:
         """The core's keys and values, ``[B, T, G, n, K]`` where a token writes n, and the strength that is left."""
         return k, v, write
+
+
+def step_biases(count: int, least: float, most: float) -> Tensor:
+    """Biases ``[count]`` at which softplus is a step size, drawn log-uniformly from ``least`` to ``most``."""
+    step = torch.empty(count).uniform_(math.log(least), math.log(most)).exp()
+    return step if step.is_meta else step + torch.log(-torch.expm1(-step))  # the inverse of softplus
 
 
 def bias_reaching(tokens: float) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import check_least
 from attnzoo.kernels.linear import DecayLogits
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching, step_biases
 from attnzoo.layer.modules import log_decays, product
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill
@@ -74,8 +73,7 @@ class SoftplusDiagonal(GateProjection):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        step = torch.empty(self.channel_up.out_features).uniform_(math.log(0.001), math.log(0.1)).exp()
-        fill(self.channel_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        fill(self.channel_bias, step_biases(self.channel_up.out_features, 0.001, 0.1))
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
     @property

@@ -14,7 +14,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import has_values
 from attnzoo.errors import check_least
 from attnzoo.kernels.linear import DecayLogits
-from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, bias_reaching, step_biases
 from attnzoo.layer.modules import log_decays, product, softplus
 from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine, fill, wide
@@ -172,8 +172,7 @@ class StepSize(GateProjection):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        dt = torch.empty(self.sizes.num_heads).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
-        fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        fill(self.dt_bias, step_biases(self.sizes.num_heads, self.dt_min, self.dt_max))
 
     def step(self, x: Tensor) -> Tensor:
         """The step sizes dt ``[B, T, H]`` in float32."""

@@ -220,6 +220,9 @@ def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tens
             "head_dim (by default hidden_size / num_heads): expected an even number of channels to rotate in pairs, "
             f"got {head_dim}"
         )
-    if to_the_end:
-        return theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
-    return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    with torch.device("cpu"):  # on the meta device PyTorch imports its compiler for powers
+        if to_the_end:
+            angles = theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
+        else:
+            angles = theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    return angles.to(torch.get_default_device())
