@@ -51,7 +51,7 @@ class Chunks(torch.autograd.Function):
         last, o = torch.zeros_like(k), torch.zeros_like(q)
         launch(k, v, last)
         launch(q, last, o)
-        ctx.save_for_backward(q, k, v, last, None)
+        ctx.save_for_backward(q, k, v, last, None, last, v)
         ctx.scale, ctx.carried, ctx.shape = scale, initial_state is not None, q.shape
         return o * scale, last if output_final_state else None
 
@@ -59,7 +59,7 @@ class Chunks(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
         runs.append("backward")
         assert do.shape == ctx.shape
-        (q, k, v, last, _), do = ctx.saved_tensors, do * ctx.scale
+        (q, k, v, last, *_), do = ctx.saved_tensors, do * ctx.scale
         dq, dkv, dk, dv = (torch.zeros_like(q) for _ in range(4))
         launch(do, last, dq)
         launch(do, q, dkv)

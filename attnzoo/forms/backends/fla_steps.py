@@ -47,7 +47,8 @@ class _Kind:
         self._numbers = [None if isinstance(x, Tensor) else x for x in given]
         self._tensors = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
         self._context: dict[str, Any] = {}
-        self.saved: list[int | None] = []  # of each tensor that is saved: which input, -1 for a new one
+        self._sources: list[int] = []  # of each tensor that is saved: which input, -1 for a new one
+        self._order: list[int | None] = []  # which of them theirs are: some stand twice, which could not be replayed
         self.forward, self.backward = Replay(self._forward, proven=1), Replay(self._backward, proven=len(self._tensors))
 
     def _forward(self, leaves: Sequence[Any]) -> list[Any]:
@@ -57,11 +58,11 @@ class _Kind:
             given[i] = x
         with _told():
             made = self._function.forward(context, *given)
-        numbers = [id(x) for x in leaves]
-        self.saved = [
-            None if x is None else numbers.index(id(x)) if id(x) in numbers else -1 for x in context.saved_tensors
-        ]
-        new = [x for x, place in zip(context.saved_tensors, self.saved, strict=True) if place == -1]
+        once = {id(x): x for x in context.saved_tensors if x is not None}
+        inputs, saved = [id(x) for x in leaves], [*once]
+        self._sources = [inputs.index(one) if one in inputs else -1 for one in saved]
+        self._order = [None if x is None else saved.index(id(x)) for x in context.saved_tensors]
+        new = [x for x, source in zip(once.values(), self._sources, strict=True) if source < 0]
         self._context = {name: x for name, x in vars(context).items() if name != "saved_tensors"}
         return [*made, *new]
 
@@ -69,18 +70,18 @@ class _Kind:
     def compile(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Both passes where launches compile kernels and do no more; what they return says nothing."""
         o, state, *new = self._forward(leaves)
-        self._backward((torch.empty_like(o), state, *self.filled(leaves, new)))
+        self._backward((torch.empty_like(o), state, *self.saved(leaves, new)))
         return o, state
 
-    def filled(self, leaves: Sequence[Tensor], new: Iterable[Tensor]) -> list[Tensor | None]:
+    def saved(self, leaves: Sequence[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
         """What is saved, from the inputs and what the forward pass has made for it."""
         made = iter(new)
-        return [None if place is None else next(made) if place < 0 else leaves[place] for place in self.saved]
+        return [next(made) if source < 0 else leaves[source] for source in self._sources]
 
     def _backward(self, leaves: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs, for those of output and last state and what was saved."""
-        context = Passes()
-        vars(context).update(self._context, saved_tensors=tuple(leaves[2:]))
+        context, saved = Passes(), leaves[2:]
+        vars(context).update(self._context, saved_tensors=tuple([None if i is None else saved[i] for i in self._order]))
         with _told():
             found = self._function.backward(context, *leaves[:2])
         return [found[i] for i in self._tensors]
@@ -91,7 +92,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, kind: _Kind, *leaves: Tensor) -> tuple[Tensor, Tensor | None]:
         o, state, *new = kind.forward(leaves)
         ctx.kind = kind
-        ctx.save_for_backward(*kind.filled(leaves, new))
+        ctx.save_for_backward(*kind.saved(leaves, new))
         return o, state
 
     @staticmethod
