@@ -163,21 +163,26 @@ def layers() -> str:
 
 
 def gpt() -> str:
-    """A GPT's training with each attention, by the newest run."""
-    folder, record = records("gpt")[0]
-    rows = {(row["name"], row["mode"]): row for row in record["rows"]}
-    modes = [mode for mode in MODES if (PLAIN, mode) in rows]
+    """A GPT's training with each attention: of each run, the newest first, what no newer one has."""
+    runs = records("gpt")
+    timed = {(row["name"], row["mode"]) for _, record in runs for row in record["rows"]}
+    modes = [mode for mode in MODES if (PLAIN, mode) in timed]
     lines = []
-    for name in dict.fromkeys(name for name, _ in rows):
-        cells = []
-        for mode in modes:
-            row = rows.get((name, mode))
-            speed = f"{row['tokens_per_second'] / 1e3:.0f}" if row else ""
-            share = f"{row['tokens_per_second'] / rows[PLAIN, mode]['tokens_per_second']:.2f}" if row else ""
-            cells += [speed, share, f"{row['first_s']:.0f}" if row else "", f"{row['peak_GiB']:.0f}" if row else ""]
-        lines.append([name, *cells])
-    titles = [title for mode in modes for title in (f"{mode}, thousand tokens/s", "of SDPA's", "first step, s", "GiB")]
-    return markdown([f"{machine(record)}, {link(folder)}", *titles], lines)
+    newer: set[tuple[str, str]] = set()
+    for folder, record in runs:
+        rows = {(row["name"], row["mode"]): row for row in record["rows"]}
+        shown = {key: row for key, row in rows.items() if key not in newer or key[0] == PLAIN}
+        newer |= {*rows}
+        for name in dict.fromkeys(name for name, _ in shown):
+            cells = []
+            for mode in modes:
+                row = shown.get((name, mode))
+                speed = f"{row['tokens_per_second'] / 1e3:.0f}" if row else ""
+                share = f"{row['tokens_per_second'] / rows[PLAIN, mode]['tokens_per_second']:.2f}" if row else ""
+                cells += [speed, share, f"{row['first_s']:.0f}" if row else "", f"{row['peak_GiB']:.0f}" if row else ""]
+            lines.append([name, *cells, machine(record), link(folder)])
+    titles = [x for mode in modes for x in (f"{mode}, thousand tokens/s", "of SDPA's", "first step, s", "GiB")]
+    return markdown(["", *titles, "GPU, Triton", ""], lines)
 
 
 def five() -> str:
