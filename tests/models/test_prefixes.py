@@ -84,6 +84,19 @@ def test_sequences_with_one_beginning_have_its_pages_once(kind, kv_dtype):
     assert not any(pool.used() for pool in pools(generator))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_read_the_pages_of_a_kept_beginning(kind):
+    model, common, found = KINDS[kind]().cuda(), text(150), []
+    for limit in (0, 8):
+        generator = remembering(model, 3, 256, limit)
+        ids = [generator.add(torch.cat([common, text(n, n)]), 40, temperature=0) for n in (5, 30, 60)]
+        generator.run()
+        found.append([generator.requests[number].tokens for number in ids])
+    assert found[0] == found[1]
+    assert [generator.requests[number].found for number in ids] == [0, 128, 128]
+
+
 def test_what_is_kept_makes_way_for_a_sequence_that_needs_its_pages():
     model = KINDS["pages"]()
     generator, prompts, found = remembering(model, 1, 5 * PAGE), [text(4 * PAGE, seed) for seed in (1, 2)], []
