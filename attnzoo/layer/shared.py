@@ -59,10 +59,10 @@ class SharedStream(OwnCore):
                 before = x[:, :0] if start > row.start else torch.cat([x[:, :0], *earlier], 1)
                 before = before[:, max(0, before.shape[1] - min(n, start - begin)) :]
                 spaced += [F.pad(before, (0, 0, n - before.shape[1], 0)), x[:, at : at + stop - start]]
-                places.append(torch.arange(width, width + stop - start))
+                places.append(slice(width, width + stop - start))
                 at, width = at + stop - start, width + n + stop - start
-        out = fn(torch.cat(spaced, 1)).index_select(1, torch.cat(places).to(x.device))
-        return tied(out, *knots)
+        out = fn(torch.cat(spaced, 1))
+        return tied(torch.cat([out[:, place] for place in places], 1), *knots)
 
     @untraced
     def run(self, variant: Variant, form: str, call: Call, keys_per_token: int) -> Any:

@@ -29,7 +29,9 @@ CASES = {
     "wall by heads": ("wall", "triton", "auto", {}),
     "path_fox pruned, without a kernel": ("path_fox", "parallel", "pruned", PRUNE),
     "mamba2 by states": ("mamba2", "fla", "auto", {}),
-    "gated_deltanet by states": ("gated_deltanet", "fla", "auto", {}),
+    "gated_deltanet by states": ("gated_deltanet", "fla", "auto", {"delta_rule": True}),
+    "kda by states": ("kda", "fla", "auto", {"delta_rule": True}),
+    "gla by states": ("gla", "fla", "auto", {}),
     "gla by heads": ("gla", "fla", "heads", {}),
 }
 TABLES = (Fragments.zigzag([0, 700, T], 2), Fragments.of([(0, 100, 1), (100, 613, 0), (613, T, 1)], 2))
