@@ -53,7 +53,7 @@ TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "chunk_gla_bwd_kernel_inter": {**TWO, "BK": (32,), "BV": (64,)},
     "chunk_kda_fwd_kernel_intra_token_parallel": {**TWO, "BH": (8,)},
     "chunk_kda_fwd_kernel_inter_solve_fused": {**TWO, "BK": (64,)},
-    "chunk_kda_bwd_kernel_intra": FOUR,
+    "chunk_kda_bwd_kernel_intra": {"num_stages": (2,), "num_warps": (2,)},
     "chunk_kda_bwd_kernel_dAv": FOUR,
     "chunk_kda_bwd_kernel_wy_dqkg_fused": SQUARE,
     "recompute_w_u_fwd_kda_kernel": FOUR,
