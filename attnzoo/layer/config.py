@@ -26,7 +26,8 @@ POSITIVE = ("scale", "softcap", "qk_norm_eps", "output_norm_eps", "expand")
 
 INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # a given key replaces the value's option
 NEEDS = {  # an option -> the options one of which must be on for it to have an effect
-    "qk_norm_shared": ("qk_norm",), "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
+    "qk_norm_shared": ("qk_norm",), "qk_norm_eps": ("qk_norm",), "output_norm_eps": ("output_norm",),
+    "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
     "rotary_angles": ("rotary",), "output_norm_groups": ("output_norm",), "output_norm_shared": ("output_norm",),
     "shared_key_dim": ("kv_rank",), "output_norm_bias": ("output_norm",), "output_gate_rank": ("output_gate",),
     "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),

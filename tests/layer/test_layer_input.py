@@ -21,6 +21,8 @@ from attnzoo.models import LanguageModel
         ({"name": "fox", "block": "prod"}, r"unknown block 'prod'.*did you mean 'pro'"),
         ({"name": "fox", "impl": "trition"}, r"unknown impl 'trition'.*did you mean 'triton'"),
         ({"name": "fox", "qk_norm": True}, r"unknown qk_norm True: expected one of none, rms, rms_full, l2"),
+        ({"name": "fox", "qk_norm_eps": 0.5}, r"qk_norm_eps: expected \S+ without qk_norm, got 0.5"),
+        ({"name": "fox", "output_norm_eps": 0.5}, r"output_norm_eps: expected \S+ without output_norm, got 0.5"),
         ({"name": "fox", "output_gate": "sigmoyd"}, r"unknown output_gate.*did you mean 'sigmoid'"),
         ({"name": "fox", "gate": "forgot"}, r"unknown gate 'forgot'.*did you mean 'forget'"),
         ({"name": "fox", "gate": "delta"}, r"'fox' needs the parts.*log_decay.*'delta' provides"),
