@@ -5,7 +5,7 @@ from itertools import pairwise
 from attnzoo.experiments.catalogue.fox_far import with_rows
 from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
 from attnzoo.experiments.claims import All, Below, Value, Wider, below
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 from attnzoo.experiments.text_probes import Needle
 
@@ -66,5 +66,15 @@ EXPERIMENT = Experiment(
         Grid(f"{title}, {model}", tuple(f"rate {rate:g}" for rate in RATES), tuple(f"{t} the tokens" for t in TIMES),
              tuple(tuple(name_of(model, rate, tokens) for tokens in TIMES) for rate in RATES), probe)
         for title, probe in (("loss", "loss"), ("loss added at four contexts", ADDED.name)) for model in MODELS
+    ),
+    measured=(
+        Measured(
+            "cpu", "2026-11-29", "a busy core of an AMD EPYC", "2026-11-29-fox_sensitivity-cpu.json",
+            "Contexts of 128 bytes, and 0.15 to 0.6 MB of text. FoX's loss beyond its training context does not change "
+            "with rate or tokens: nothing that three digits show is added anywhere. The Transformer's rises with both, "
+            "from 0.00 after half the tokens at the lowest rate to 1.2 nats after twice as many at the highest. FoX "
+            "is ahead at each of the nine places, at the highest rate after twice the tokens by no more than the seeds "
+            "differ (p = 0.21). Nobody finds a needle.",
+        ),
     ),
 )  # fmt: skip
