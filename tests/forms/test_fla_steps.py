@@ -20,6 +20,7 @@ from attnzoo.kernels.common.recording import recorders
 N = 96
 runs: list[str] = []
 untold: list[bool] = []
+autocast: list[bool] = []  # whether it was on, by backward pass
 
 
 def _floats(pointer: int) -> Any:
@@ -41,6 +42,7 @@ class Chunks(torch.autograd.Function):
     """o = scale q k (v + state), in a layout of its own, with a last state of k (v + state)."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Any, output_final_state: bool,
         state_v_first: bool, cu_seqlens: Any, chunk_size: int = 64,
@@ -56,8 +58,10 @@ class Chunks(torch.autograd.Function):
         return o * scale, last if output_final_state else None
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
         runs.append("backward")
+        autocast.append(torch.is_autocast_enabled("cpu"))
         assert do.shape == ctx.shape
         (q, k, v, last, *_), do = ctx.saved_tensors, do * ctx.scale
         dq, dkv, dk, dv = (torch.zeros_like(q) for _ in range(4))
@@ -128,6 +132,28 @@ def test_calls_of_several_lengths_have_gradients_of_their_own(repeating: Any) ->
     made = [repeating(x, x.detach() + 1, x.detach() + 2, **options)[0] for x in inputs]
     for x, y in zip(inputs, made, strict=True):
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 6 * x.shape[3] ** -0.5))
+
+
+def test_one_tensor_in_several_places_leaves_the_gradients_of_other_calls_alone(repeating: Any) -> None:
+    options = {"scale": 2.0, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    q, k, v = (torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(3))
+    calls = [(q, k, v), (q, q, v), (q, v, v), (v, v, v)]
+    made = [[function(*call, **options)[0].sum() for call in calls] for function in (repeating, operation)]
+    for call, *sums in zip(calls, *made, strict=True):
+        found = [torch.autograd.grad(one, {*call}) for one in sums]
+        assert all(map(torch.equal, *found))
+
+
+def test_a_backward_pass_is_within_autocast_where_its_forward_pass_was(repeating: Any) -> None:
+    options = {"scale": 2.0, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    x, made = torch.randn(1, N // 8, 2, 4).requires_grad_(), []
+    for on in (True, False):
+        with torch.autocast("cpu", enabled=on):
+            made.append(repeating(x, x + 1, x + 2, **options)[0].sum())
+    autocast.clear()
+    for one in made:
+        torch.autograd.grad(one, x)
+    assert autocast == [True, False]
 
 
 def test_a_launch_that_nobody_hears_of_ends_all_replays(repeating: Any) -> None:

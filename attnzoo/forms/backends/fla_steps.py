@@ -35,7 +35,8 @@ NEUTRAL = {"state_v_first": False}  # and None for others
 
 
 class _Kind:
-    """Calls of one function with the same numbers, and tensors of the same shapes in the same places.
+    """Calls of one function with the same numbers, and tensors of the same shapes in the same places, where one tensor
+    may stand in several.
 
     Args:
         function: their torch.autograd.Function.
@@ -144,13 +145,17 @@ def repeating(family: str, name: str, operation: Operation, version: str) -> Ope
             x.contiguous() if isinstance(x, Tensor) else x
             for x in {**defaults, "q": q, "k": k, "v": v, **given, "scale": scale}.values()
         ]
-        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        same, device = [*map(id, tensors)], q.device.type
+        key = (
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device), *map(same.index, same),
+            *[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves],
+        )  # fmt: skip
         kind = kinds.get(key)
         if kind is None:
             if len(kinds) >= MOST:
                 kinds.clear()
             kind = kinds[key] = _Kind(function, leaves)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
         if recorders.compiles:
             return kind.compile(tensors)
         o, state = _Step.apply(kind, *tensors)
