@@ -236,11 +236,24 @@ def test_what_a_draft_adds_to_a_step_reads_nothing_on_the_host_and_leaves_its_te
 
 def test_a_draft_with_keys_or_other_tokens_stays_outside_of_the_steps():
     model, small = build(attention="fox"), build(attention=["mamba2", "fox"])
-    assert not from_model(build(attention="mamba2", vocab_size=41)).joins(model)
+    assert not from_model(build(attention="mamba2", vocab_size=41)).joins(model, 9)
     generator = Generator(model, 1, 30)
     number = generator.add([1, 2, 3], 9, temperature=0)
     assert generator.run(from_model(small, 3))[number] == alone(model, torch.tensor([1, 2, 3]), 9)
     assert generator.batch.draft is None
+
+
+@pytest.mark.parametrize("attention", ["mamba2", "fox"])
+def test_a_draft_proposes_as_far_as_it_has_learned_positions(attention):
+    model, small = build(), build(attention=attention, learned_positions=16)
+    generator, asked = Generator(model, 1, 40), []
+    number = generator.add([1, 2, 3], 37, temperature=0)
+    for _ in generator.stream(from_model(small, 4)):
+        asked.append((len(generator.requests[number].tokens), generator.requests[number].proposed))
+    assert generator.requests[number].tokens == alone(model, torch.tensor([1, 2, 3]), 37)
+    before = [proposed for tokens, proposed in asked if tokens < 13]
+    assert 0 < before[0] < before[-1]
+    assert asked[-1][1] == max(proposed for tokens, proposed in asked if tokens < 19)
 
 
 FORGETTING = {

@@ -178,7 +178,6 @@ class Batch:
         """Let ``model``, a recurrence, propose tokens of ``running`` rows; it reads what it has not seen of them.
 
         Raises:
-            ValueError: it has learned fewer positions than a sequence may have.
             MemoryError: its states do not fit.
         """
         if self.draft is None or self.draft.model is not model:

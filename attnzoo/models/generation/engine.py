@@ -352,7 +352,7 @@ class Generator:
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
         ahead: int | None = None
-        if running and isinstance(draft, ModelDraft) and draft.joins(self.model):
+        if running and isinstance(draft, ModelDraft) and draft.joins(self.model, self.max_tokens):
             self.batch.follow(draft.model, running)
             ahead = min(draft.tokens, most) if all(request.known > 1 for _, request in running) else 0
             tokens, number = ahead + 1, dict.fromkeys((row for row, _ in running), ahead)

@@ -119,17 +119,24 @@ class ModelDraft:
         default_factory=WeakKeyDictionary
     )
 
-    def joins(self, model: LanguageModel) -> bool:
-        """Whether the draft's steps can be a part of the steps of a batch of ``model``: one without keys can go back
-        to its states, and needs the same device and vocabulary."""
+    def joins(self, model: LanguageModel, max_tokens: int) -> bool:
+        """Whether the draft's steps can be a part of the steps of a batch of ``model``, whose sequences have
+        ``max_tokens`` at most: one without keys can go back to its states, and needs the same device and vocabulary,
+        and positions for all tokens."""
         same = self.model.config.vocab_size == model.config.vocab_size
         there = self.model.embedding.weight.device == model.embedding.weight.device
-        return same and there and all(isinstance(x.variant.form_set, LinearForms) for x in self.model.attentions())
+        placed = max_tokens <= (self.model.config.learned_positions or max_tokens)
+        alone = all(isinstance(x.variant.form_set, LinearForms) for x in self.model.attentions())
+        return same and there and placed and alone
 
     @torch.no_grad()
     def __call__(self, request: Request) -> list[int]:
-        """The likeliest tokens after those of ``request``."""
+        """The likeliest tokens after those of ``request``, as far as the model has learned positions."""
         known, model = [*request.prompt, *request.tokens], self.model
+        last_place = model.config.learned_positions
+        number = min(self.tokens, self.tokens if last_place is None else last_place + 1 - len(known))
+        if number < 1:
+            return []
         cache, seen, last = self.caches.get(request) or (model.new_cache(), 0, [])
         if seen == len(known):  # the step that asked last has failed
             return last
@@ -137,7 +144,7 @@ class ModelDraft:
         likeliest = model.logits(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
         self.caches[request] = cache, len(known), []
         ahead, found = [copy(layer) for layer in cache], [likeliest]
-        for _ in range(self.tokens - 1):
+        for _ in range(number - 1):
             found.append(model.logits(model.hidden(found[-1], cache=ahead)).argmax(-1))
         proposed: list[int] = torch.cat(found, 1)[0].tolist()
         self.caches[request] = cache, len(known), proposed
@@ -148,7 +155,8 @@ def from_model(model: LanguageModel, tokens: int = 5) -> ModelDraft:
     """A draft that proposes a smaller model's likeliest tokens, with its own cache for each sequence.
 
     Where all its layers are recurrences, and device and vocabulary are those of the model that checks them, its steps
-    and the check of what they propose are one step of the batch, on a GPU one CUDA graph.
+    and the check of what they propose are one step of the batch, on a GPU one CUDA graph. Beyond the positions that it
+    has learned, if it has, it proposes nothing.
 
     Args:
         model: the smaller model, with the same vocabulary, in evaluation mode.

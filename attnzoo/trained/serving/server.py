@@ -181,7 +181,7 @@ class Serving:
             raise ValueError(f"--draft: expected none with a budget of all layers, {self.budget!r}, got one")
         if self.draft is not None:
             draft = draft_of(loaded, load_text_model(self.draft, str(place.device), place.dtype), self.draft_tokens)
-            if draft.joins(loaded.model):
+            if draft.joins(loaded.model, self.max_tokens):
                 generator.batch.follow(draft.model, [])  # takes its memory now
         reader = Reader(loaded, self.name, self.max_tokens, chat_template(loaded.files))
         app = application(Worker(loaded, generator, draft), reader)
