@@ -80,7 +80,8 @@ test-long: install
 		tests/forms/test_forms.py tests/forms/test_laws.py tests/forms/test_options.py tests/forms/test_reductions.py \
 		tests/algebra/test_pruning.py tests/algebra/test_products.py tests/layer/test_attention.py tests/kernels \
 		tests/forgetting/test_forgetting.py tests/forgetting/test_forgetting_cache.py tests/models/test_compile_lengths.py \
-		tests/models/test_swap.py tests/caches/test_evicting_cache.py tests/training/test_training_processes.py
+		tests/models/test_swap.py tests/caches/test_evicting_cache.py tests/training/test_training_processes.py \
+		tests/experiments/test_experiments_builtin.py
 	$(PYTEST) --fuzz-times=50 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 # the tests that use transformers, on the oldest release that is supported and on the first that calls caches by another

@@ -28,7 +28,8 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *weights = ctx.saved_tensors
         of_x, *of_weights = ctx.needs_input_grad
-        rows, dx, found = x.flatten(0, -2), None, []
+        rows, dx = x.flatten(0, -2), None
+        found: list[Tensor | None] = []
         for one, dy, wanted in zip(weights, grads, of_weights, strict=True):
             if dy is None:
                 found.append(None)
@@ -62,7 +63,7 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
         x, of = x.to(dtype), [one.to(dtype) for one in of]
     if (len(of) < 2 and not together) or any(one.dtype != x.dtype for one in of):
         return {}
-    made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]
+    made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]  # type: ignore[no-untyped-call]
     parts = made.pop().split([len(weights[name]) for name in thin], -1) if together else ()
     return dict(zip([*wide, *(thin if together else ())], [*made, *parts], strict=True))
 

@@ -333,7 +333,7 @@ class _Recording:
                 elif kind is _Made:
                     x = torch.empty_strided(step.size, step.stride, dtype=step.dtype, device=self._device)
                     if spoiled:
-                        x.untyped_storage().fill_(255)
+                        x.untyped_storage().fill_(255)  # type: ignore[attr-defined]
                     tensors.append(x.zero_() if step.zeros else x)
                     pointers.append(x.data_ptr())
                 elif kind is _Call:

@@ -203,7 +203,10 @@ def test_one_line_makes_a_pair_of_known_parts() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"gate": ("forget", "rotary"), "gat_bias": 1.0}, "option 'gat_bias' of the layer of 'worn': .*'gate_bias'"),
+        (
+            {"gate": ("forget", "rotary"), "gat_bias": 1.0},
+            r"option 'gat_bias' of the layer of 'worn' \(did you mean 'gate_bias'\?\)",
+        ),
         ({"gate": "forget"}, "gate: 'worn' needs the parts log_decay, angle; 'forget' provides log_decay"),
     ],
 )
@@ -300,5 +303,7 @@ def test_broken_plugins_are_warned_of_once_and_listed_and_stop_nothing_else(brok
     assert "wall" in listed
     assert shown.startswith("0\n")
     assert gone.startswith("0\nattnzoo: variant 'gone': its module 'no_such_module' cannot be imported: ModuleNotFound")
-    assert unknown.startswith("2\nattnzoo: unknown variant 'kimmi_delta'")
-    assert f"did you mean 'kimi_delta'?; {'; '.join(BROKEN)}\n" in unknown
+    assert unknown.startswith(
+        "2\nattnzoo: unknown variant 'kimmi_delta' (did you mean 'kimi_delta'?): expected one of "
+    )
+    assert f" that `attnzoo list` shows; {'; '.join(BROKEN)}\n" in unknown

@@ -100,7 +100,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         leaves = *grads, *ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return None, *_Gradients.apply(ctx.kind, *leaves)
+            return None, *_Gradients.apply(ctx.kind, *leaves)  # type: ignore[no-untyped-call]
         return None, *ctx.kind.backward(leaves)
 
 
@@ -158,7 +158,7 @@ def repeating(family: str, name: str, operation: Operation, version: str) -> Ope
             kind = kinds[key] = _Kind(function, leaves)
         if recorders.compiles:
             return kind.compile(tensors)
-        o, state = _Step.apply(kind, *tensors)
+        o, state = _Step.apply(kind, *tensors)  # type: ignore[no-untyped-call]
         return o, state
 
     return run

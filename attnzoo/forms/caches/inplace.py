@@ -94,6 +94,7 @@ class Memory(Protocol):
 
     def prefix(self, state: Any) -> Any:
         """``state``, from which later sequences may go on, to be kept with its pages; None where it is kept whole."""
+        return None
 
     def renew(self, bounds: QueryBounds) -> None:
         """Give keys up by these bounds of the rows to come from now on, where it does so by any."""

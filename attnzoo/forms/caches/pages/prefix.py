@@ -33,8 +33,8 @@ class PagedPrefix:
         """What ``state`` remembers of one sequence whose keys come to lie in a row of ``pool``, without its pages."""
         whole = len(state) // PAGE * PAGE
         k, v = (x[:, whole:].clone() for x in (state.k, state.v))
-        none = (x.new_empty(*x.shape[:3], 0) for x in (state.k, state.v))
-        like = KVCache(*none, state.log_decay, state.valid, state.phase, state.angle)
+        no_k, no_v = (x.new_empty(*x.shape[:3], 0) for x in (state.k, state.v))
+        like = KVCache(no_k, no_v, state.log_decay, state.valid, state.phase, state.angle)
         return PagedPrefix(pool, like, k, v, pool.pages[0, :, :0].clone())
 
     def __len__(self) -> int:
