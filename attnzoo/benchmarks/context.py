@@ -32,7 +32,7 @@ from attnzoo.benchmarks.measure import (
     save,
 )
 from attnzoo.parallel import Fragments
-from attnzoo.parallel.collectives import traffic, urgent
+from attnzoo.parallel.collectives import traffic
 
 SHAPES = ((1, 16, 32768, 128), (1, 16, 131072, 128))
 EPS = math.exp(-10)
@@ -54,7 +54,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]] = (), only: Sequence[str] =
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     backend = "nccl" if dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, device_id=torch.device("cuda", rank), pg_options=urgent(backend), **alone)
+    dist.init_process_group(backend, device_id=torch.device("cuda", rank), **alone)
     try:
         rows = [row for shape in shapes or SHAPES for row in measure(shape, only, repeats)]
         if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.parallel.collectives import Gathering, depart
+from attnzoo.parallel.collectives import Works, gather
 
 
 class Fragment(NamedTuple):
@@ -185,17 +185,19 @@ class Fragments:
     def of_all_tokens(self, *rows: Tensor) -> tuple[list[list[Tensor]], Tensor]:
         """The rows of all fragments, gathered: for each tensor ``rows [B, n, ...]`` of this rank a list with one tensor
         per fragment in the order of the text; and the knot for :func:`~attnzoo.parallel.collectives.tied`."""
-        return self.send(*rows)()
+        works = Works()
+        arrived, knot = self.send(works, *rows)
+        works.wait()
+        return arrived(), knot
 
-    def send(self, *rows: Tensor) -> Callable[[], tuple[list[list[Tensor]], Tensor]]:
-        """A function that waits for what is on its way to this rank, and returns what :meth:`of_all_tokens` does."""
+    def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
+        """A function that gives the lists of :meth:`of_all_tokens`, called when ``works`` have ended; and the knot."""
         most = max(map(self.count, range(self.ranks)))
         if self.count(self.rank) < most:
             rows = tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in rows)
-        arrive = depart(Gathering(self.group, self.ranks), *rows)
+        gathered, knot = gather(self.group, self.ranks, *rows, works=works)
 
-        def arrived() -> tuple[list[list[Tensor]], Tensor]:
-            gathered, knot = arrive()
+        def arrived() -> list[list[Tensor]]:
             ends = [(rank, most - self.count(rank)) for rank in range(self.ranks)]
             sizes = [size for rank, end in ends for size in (*(row.size for row in self.of_rank(rank)), end)]
             at = {row: self.slot(row) + sum(len(self.of_rank(r)) + 1 for r in range(row.rank)) for row in self.table}
@@ -203,9 +205,9 @@ class Fragments:
             for x in gathered:
                 cuts = x.transpose(0, 1).flatten(1, 2).split(sizes, 1)
                 found.append([cuts[at[row]] for row in self.table])
-            return found, knot
+            return found
 
-        return arrived
+        return arrived, knot
 
     def cut(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """The rows of this rank, cut into its fragments.

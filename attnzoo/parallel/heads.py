@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.parts import PARTS
 from attnzoo.parallel.collectives import exchange, gather
 from attnzoo.parallel.fragments import Fragments
-from attnzoo.parallel.rows import Rows, divisible, per_head
+from attnzoo.parallel.rows import Rows
 
 MARGIN = 16.0  # of log decays: a key that far back has no weight, more or less
 
@@ -49,30 +51,30 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
         return x if x.shape[2] == 1 and PARTS[name].per_query_head else ordered(x)
 
     def ordered(x: Tensor) -> Tensor:
-        x = divisible(x, H, W)
+        x = _divisible(x, H, W)
         return x.index_select(2, heads if x.shape[2] == H else key_heads)
 
     gate = Gate(**{name: part(name) for name in rows.gate.parts})
     q, k, v = map(ordered, (rows.q, rows.k, rows.v))
-    return Rows(q, k, v, gate, per_head(rows.options, lambda x: x[heads])), heads
+    return Rows(q, k, v, gate, _per_head(rows.options, lambda x: x[heads])), heads
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:
     """The inputs of all tokens for this rank's share of the heads."""
     H, W = rows.q.shape[2], fragments.ranks
-    options = per_head(rows.options, lambda x: _share(x, fragments))
+    options = _per_head(rows.options, lambda x: _share(x, fragments))
     if (write := getattr(options, "write", None)) is not None:
-        options = replace(options, write=_to_heads(divisible(write, H, W), fragments))
+        options = replace(options, write=_to_heads(_divisible(write, H, W), fragments))
 
     def part(name: str) -> Tensor:
         x = getattr(rows.gate, name)
         if x.ndim == 1:  # of every token: a number per head, or angles for all of them
             return _share(x, fragments) if name == "log_decay" else x
         alike = x.shape[2] == 1 and PARTS[name].per_query_head  # all heads
-        return _to_heads(x if alike else divisible(x, H, W), fragments)
+        return _to_heads(x if alike else _divisible(x, H, W), fragments)
 
     q = _to_heads(rows.q, fragments)
-    k, v = (_to_heads(divisible(x, H, W), fragments) for x in (rows.k, rows.v))
+    k, v = (_to_heads(_divisible(x, H, W), fragments) for x in (rows.k, rows.v))
     return Rows(q, k, v, Gate(**{name: part(name) for name in rows.gate.parts}), options)
 
 
@@ -98,6 +100,17 @@ def _to_heads(x: Tensor, fragments: Fragments) -> Tensor:
     got = exchange(fragments.group, sent, [own] * W, counts)
     order = torch.cat([fragments.index(rank) for rank in range(W)])
     return got.index_select(0, order.argsort().to(x.device)).transpose(0, 1)
+
+
+def _divisible(x: Tensor, heads: int, ranks: int) -> Tensor:
+    """``[B, n, heads, ...]`` that ranks can share: a copy for each query head where key heads are too few."""
+    return x if x.shape[2] % ranks == 0 else expand_heads(x, heads)
+
+
+def _per_head(options: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The options with ``fn`` of each that has a number per query head."""
+    given = {name: getattr(options, name, None) for name in ("sink", "logit_bound")}
+    return replace(options, **{name: fn(x) for name, x in given.items() if x is not None})
 
 
 def _share(x: Tensor, fragments: Fragments) -> Tensor:

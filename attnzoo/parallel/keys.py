@@ -5,7 +5,7 @@ Keys are carried to the end of their fragment where they are, over the fragments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,14 +20,11 @@ from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.parallel.collectives import tied
+from attnzoo.parallel.collectives import Works, tied
 from attnzoo.parallel.fragments import Fragment, Fragments
 from attnzoo.parallel.pruned import Needed, allowed
 from attnzoo.parallel.rows import Rows, of_all_fragments
 from attnzoo.recurrences.products import transition_of
-
-PIECE = 2**27  # bytes of a group of heads: what fewer take to travel is no more than what another launch costs
-MOST_GROUPS = 4  # three quarters of the exchange are hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,84 +67,55 @@ class Earlier:
 def with_earlier_keys(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments, pruned: bool) -> Any:
     """The outputs of this rank's rows, with ``return_lse`` beside their log-sum-exps.
 
-    What needs no keys of other ranks is computed while those are on their way; so is each group of heads while keys of
-    the next ones are, and backward while gradients of the last ones are.
+    What needs no keys of other ranks is computed while those are on their way.
 
     Args:
         pruned: whether only those keys travel of which ``prune`` says that a row may need them.
     """
-    rows = replace(rows, gate=rows.gate.per_token(rows.q))
+    gate, options = rows.gate.per_token(rows.q), rows.options
+    rows = replace(rows, gate=gate)
     k, totals = _to_the_ends(forms, rows, fragments)
-    heads, g = k.shape[2], rows.gate.log_decay
-    rows = replace(rows, k=expand_heads(rows.k, heads), v=expand_heads(rows.v, heads))
-    needed = Needed.of(rows, fragments, heads) if pruned else None
-    sent = [k, rows.v] if g is None else [k, rows.v, g]
-    n, knots = _groups(sent, fragments), []
-    of_groups: list[list[Tensor] | None] = [None] * n
+    heads = k.shape[2]
+    v, g = expand_heads(rows.v, heads), gate.log_decay
+    rows = replace(rows, k=expand_heads(rows.k, heads), v=v)
+    sent = [k, v] if g is None else [k, v, g]
+    knots, all_totals = [], None
     if totals is not None:
         (all_totals,), knot = of_all_fragments(fragments, totals)
-        of_groups, knots = [list(xs) for xs in zip(*(x.chunk(n, 1) for x in all_totals), strict=True)], [knot]
-    given = (
-        rows.heads(n), zip(*(x.chunk(n, 2) for x in sent), strict=True), of_groups,
-        [None] * n if needed is None else needed.of_heads(n),
-    )  # fmt: skip
-    calls = [_begun(forms, form, fragments, *of_group) for of_group in zip(*given, strict=True)]
-    found, new = zip(*(call() for call in calls), strict=True)
-    if not rows.options.return_lse:
-        return tied(_joined(found), *knots, *new)
-    o, lse = map(_joined, zip(*found, strict=True))
-    return tied(o, *knots, *new), lse
-
-
-def _groups(sent: Sequence[Tensor], fragments: Fragments) -> int:
-    """How many groups the heads ``[B, n, heads, ...]`` are sent in: as many as have PIECE bytes each, MOST_GROUPS at
-    most."""
-    most = max(map(fragments.count, range(fragments.ranks)))
-    size = sum(x.element_size() * (x.numel() // x.shape[1]) for x in sent) * most
-    return max(n for n in range(1, MOST_GROUPS + 1) if n == 1 or (n * PIECE <= size and not sent[0].shape[2] % n))
-
-
-def _joined(groups: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(groups), 2) if len(groups) > 1 else groups[0]
-
-
-def _begun(
-    forms: SoftmaxForms, form: str, fragments: Fragments, rows: Rows, sent: Sequence[Tensor],
-    totals: Sequence[Tensor] | None, needed: Needed | None,
-) -> Callable[[], tuple[Any, Tensor]]:  # fmt: skip
-    """A function that returns :func:`with_earlier_keys`'s for some heads, and a knot; their keys are on their way."""
-    options = rows.options
-    if needed is not None:
+        knots.append(knot)
+    needed, works = None, Works()
+    if pruned:
+        needed = Needed.of(rows, fragments, heads)
         options = replace(options, prune=allowed(options.prune))
-    arrived = (fragments if needed is None else needed).send(*sent)
+    arrived, knot = (fragments if needed is None else needed).send(works, *sent)
+    knots.append(knot)
 
     def attended(piece: Rows, row: Fragment, last: int, k: list[Tensor], v: list[Tensor], *g: list[Tensor]) -> Any:
         number, gate = fragments.table.index(row), piece.gate
-        cache = Earlier(k, v, g[0] if g else None, totals).cache(number, last, gate.angle)
+        cache = Earlier(k, v, g[0] if g else None, all_totals).cache(number, last, gate.angle)
         if cache is None:
             return forms.whole(form, piece.q, piece.k, piece.v, gate, options)
         if needed is not None:
             cache, gate = needed.hide(number, cache, gate)
         return forms.go_on(form, piece.q, piece.k, piece.v, gate, cache, options)[0]
 
-    def finished() -> tuple[Any, Tensor]:
-        calls = []
-        for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
-            last = row.start - max(border for border in fragments.borders if border <= row.start)  # of its document
-            if options.window is not None:
-                last = min(last, options.window - 1)
-            if needed is not None:
-                last = needed.most(fragments.table.index(row))
-            calls.append((piece, row, last))
-        here = [fragments.own_pieces(x) for x in sent]
-        outputs = {row: attended(piece, row, n, *here) for piece, row, n in calls if fragments.has_before(row, n)}
-        here, knot = arrived()
-        found = [outputs[row] if row in outputs else attended(piece, row, n, *here) for piece, row, n in calls]
-        if not options.return_lse:
-            return torch.cat(found, 1), knot
-        return [torch.cat(xs, 1) for xs in zip(*found, strict=True)], knot
-
-    return finished
+    calls = []
+    for piece, row in zip(rows.cut(fragments), fragments.own, strict=True):
+        last = row.start - max(border for border in fragments.borders if border <= row.start)  # of its document
+        if options.window is not None:
+            last = min(last, options.window - 1)
+        if needed is not None:
+            last = needed.most(fragments.table.index(row))
+        calls.append((piece, row, last))
+    here = [fragments.own_pieces(x) for x in sent]
+    outputs = {row: attended(piece, row, n, *here) for piece, row, n in calls if fragments.has_before(row, n)}
+    works.wait()
+    here = arrived()
+    found = [outputs[row] if row in outputs else attended(piece, row, n, *here) for piece, row, n in calls]
+    if not options.return_lse:
+        return tied(torch.cat(found, 1), *knots)
+    o, lse = (torch.cat(xs, 1) for xs in zip(*found, strict=True))
+    return tied(o, *knots), lse
 
 
 def keys_after(forms: SoftmaxForms, form: str, rows: Rows, fragments: Fragments) -> KVCache:

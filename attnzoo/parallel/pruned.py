@@ -8,7 +8,7 @@ and whether a gate closes in it. All ranks get them, and each counts of its own 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.transitions import heads_first, scaled_queries
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.readout import logits_of
-from attnzoo.parallel.collectives import Exchange, depart, swap
+from attnzoo.parallel.collectives import Works, swap
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
 
@@ -89,16 +89,12 @@ class Needed:
             found[number, row.rank] = 0
         return found
 
-    def of_heads(self, groups: int) -> list[Needed]:
-        """The counts of so many groups of the heads."""
-        return [Needed(self.fragments, counts) for counts in self.counts.chunk(groups, -1)]
+    def send(self, works: Works, *rows: Tensor) -> tuple[Callable[[], list[list[Tensor]]], Tensor]:
+        """A function that returns, for each tensor ``rows [B, n, heads or H, C]``, a list of each fragment's keys that
+        this rank has; and the knot.
 
-    def send(self, *rows: Tensor) -> Callable[[], tuple[list[list[Tensor]], Tensor]]:
-        """A function that waits for the keys on their way to this rank, and returns for each tensor ``rows [B, n, heads
-        or H, C]`` a list of each fragment's keys that it has; and the knot.
-
-        This rank has all keys of its own fragments, and of others as many of the last as some head needs, with zeros
-        for heads that need fewer.
+        It is called after ``works.wait()``. This rank has all keys of its own fragments, and of others as many of the
+        last as some head needs, with zeros for heads that need fewer.
         """
         fragments, (B, heads), device = self.fragments, self.counts.shape[2:], rows[0].device
         table, rank = fragments.table, fragments.rank
@@ -113,19 +109,20 @@ class Needed:
         slots = _places(into, most, most, sizes.cumsum(0) - sizes, heads, device)
         receives = [int(into[[table[n].rank == source for n in order]].sum()) for source in range(fragments.ranks)]
         grouped = [x.unflatten(2, (heads, -1)).flatten(3) for x in rows]
-        arrive = depart(_Sending(fragments.group, out.sum((1, 2)).tolist(), receives, sent), *grouped)
+        *coming, knot = _Send.apply(  # type: ignore[no-untyped-call]
+            fragments.group, out.sum((1, 2)).tolist(), receives, sent, works, *grouped
+        )
 
-        def arrived() -> tuple[list[list[Tensor]], Tensor]:
-            coming, knot = arrive()
+        def arrived() -> list[list[Tensor]]:
             found = []
             for x, mine in zip(coming, rows, strict=True):
                 blocks = x.new_zeros(int(sizes.sum()), x.shape[1]).index_copy(0, slots, x).split(sizes.tolist())
                 here = {n: one.reshape(B, -1, *mine.shape[2:]) for n, one in zip(order, blocks, strict=True)}
                 here.update(zip(own, mine.split(fragments.sizes, 1), strict=True))
                 found.append([here[n] for n in range(len(table))])
-            return found, knot
+            return found
 
-        return arrived
+        return arrived, knot
 
 
 def _places(counts: Tensor, ends: Tensor, strides: Tensor, starts: Tensor, heads: int, device: torch.device) -> Tensor:
@@ -144,28 +141,29 @@ def _places(counts: Tensor, ends: Tensor, strides: Tensor, starts: Tensor, heads
     return begins + torch.arange(total, device=device) * heads
 
 
-class _Sending(Exchange):
-    """The keys of this rank at ``places`` to all others, and of them to it."""
+class _Send(torch.autograd.Function):
+    """The keys of this rank at ``places`` to all others and of them to it, and their gradients back: one node."""
 
-    def __init__(self, group: Any, sends: list[int], receives: list[int], places: Tensor) -> None:
-        super().__init__(group)
-        self.sends, self.receives, self.places = sends, receives, places
+    @staticmethod
+    def forward(
+        ctx: Any, group: Any, sends: list[int], receives: list[int], places: Tensor, works: Works, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sizes, ctx.shapes = group, (sends, receives), [x.shape for x in xs]
+        ctx.save_for_backward(places)
+        found = [swap(group, x.flatten(0, 2)[places], sends, receives, works) for x in xs]
+        return *found, xs[0].new_empty(0)
 
-    def start(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        self.shapes = [x.shape for x in xs]
-        rows = (x.flatten(0, 2)[self.places] for x in xs)
-        return [swap(self.group, x, self.sends, self.receives, self.works) for x in rows]
-
-    def start_back(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [swap(self.group, grad, self.receives, self.sends, self.works) for grad in grads]
-
-    def total(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        found = []
-        for shape, grad in zip(self.shapes, grads, strict=True):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (places,), (sends, receives) = ctx.saved_tensors, ctx.sizes
+        found, works = [], Works()
+        back = [swap(ctx.group, grad, receives, sends, works) for grad in grads[:-1]]
+        works.wait()
+        for shape, grad in zip(ctx.shapes, back, strict=True):
             wide = torch.promote_types(grad.dtype, torch.float32)  # a key may have gradients of several ranks
             total = grad.new_zeros(shape[:3].numel(), shape[3], dtype=wide)
-            found.append(total.index_add_(0, self.places, grad.to(wide)).to(grad.dtype).view(shape))
-        return found
+            found.append(total.index_add_(0, places, grad.to(wide)).to(grad.dtype).view(shape))
+        return None, None, None, None, None, *found
 
 
 @dataclass(frozen=True, eq=False)

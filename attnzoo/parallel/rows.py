@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate
 from attnzoo.parallel.collectives import gather
 from attnzoo.parallel.fragments import Fragments
 
@@ -51,29 +51,6 @@ class Rows:
             return [self]
         pieces = zip(*([x] * len(sizes) if x.ndim == 1 else x.split(sizes, 1) for x in named.values()), strict=True)
         return [Rows.of(dict(zip(named, piece, strict=True)), self.options) for piece in pieces]
-
-    def heads(self, groups: int) -> list[Rows]:
-        """The rows of each of so many groups of heads."""
-        named, H = self.named(), self.q.shape[2]
-        of_groups = zip(*(
-            [x] * groups if x.ndim == 1 or x.shape[2] == 1 else divisible(x, H, groups).chunk(groups, 2)
-            for x in named.values()
-        ), strict=True)  # fmt: skip
-        return [
-            Rows.of(dict(zip(named, xs, strict=True)), per_head(self.options, lambda x, n=n: x.chunk(groups)[n]))
-            for n, xs in enumerate(of_groups)
-        ]
-
-
-def divisible(x: Tensor, heads: int, groups: int) -> Tensor:
-    """``[B, n, heads, ...]`` that groups can share: a copy for each query head where key heads are too few."""
-    return x if x.shape[2] % groups == 0 else expand_heads(x, heads)
-
-
-def per_head(options: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """The options with ``fn`` of each that has a number per query head."""
-    given = {name: getattr(options, name, None) for name in ("sink", "logit_bound")}
-    return replace(options, **{name: fn(x) for name, x in given.items() if x is not None})
 
 
 def separated(gate: Gate, q: Tensor, fragments: Fragments) -> Gate:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnzoo.models.loss import IGNORED
 from attnzoo.parallel import Fragments, context_parallel
-from attnzoo.parallel.collectives import urgent
 from attnzoo.training.batches import TokenBatch
 
 if TYPE_CHECKING:
@@ -39,14 +38,13 @@ class Sharing:
     @classmethod
     def of(cls, config: TrainConfig, accelerator: Accelerator, model: LanguageModel) -> Sharing:
         """The groups of a run; called by all processes."""
-        from torch.distributed import get_backend, new_subgroups
+        from torch.distributed import new_subgroups
 
         ranks, processes = config.context_parallel, accelerator.num_processes
         groups, number = config.groups(processes), accelerator.process_index // ranks
         if ranks == 1:
             return cls(groups, number)
-        timeout = timedelta(seconds=config.exchange_timeout)
-        group, _ = new_subgroups(ranks, timeout=timeout, pg_options=urgent(get_backend(), timeout))
+        group, _ = new_subgroups(ranks, timeout=timedelta(seconds=config.exchange_timeout))
         causal = any(layer.variant.side == "softmax" for layer in model.attentions())
         return cls(groups, number, "zigzag" if causal else "contiguous", group)
 

@@ -15,7 +15,7 @@ from ranks import on_ranks
 from attnzoo import Gate, Prune, get, list_variants
 from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Kernel
-from attnzoo.parallel import Fragments, attention, collectives, keys, pruned
+from attnzoo.parallel import Fragments, attention, collectives, pruned
 from attnzoo.parallel.rows import Rows
 from attnzoo.samples import random_inputs
 from attnzoo.testing import assert_close, leaves_of
@@ -243,51 +243,21 @@ def certified(q, k, gate, fragments, eps):
     return found
 
 
-class Backward(torch.autograd.Function):
-    """Its input; backward, a note."""
-
-    @staticmethod
-    def forward(ctx, x, note):
-        ctx.note = note
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.note()
-        return grad, None
-
-
-def noted_events(monkeypatch):
-    """By rank what happens to a call of FoX, in order; "back" is the backward pass of a piece's attention."""
-    events = {}
-
-    def noted(owner, name, attends=False):
-        call = getattr(owner, name)
-
-        def run(*given, **named):
-            here = events.setdefault(dist.get_rank(), [])
-            here.append(name)
-            found = call(*given, **named)
-            if not attends:
-                return found
-            o, *others = found if isinstance(found, tuple) else (found,)
-            o = Backward.apply(o, lambda: here.append("back"))
-            return (o, *others) if others else o
-
-        monkeypatch.setattr(owner, name, run)
-
-    for name in ("whole", "go_on"):
-        noted(type(get("fox").form_set), name, attends=True)
-    noted(collectives.Works, "wait")
-    for name in ("start", "start_back"):
-        noted(collectives.Gathering, name)
-    return events
-
-
 @pytest.mark.parametrize("options", [{"transport": "gather"}, {"transport": "pruned", "prune": Prune(1e-3)}])
 def test_what_needs_no_key_of_another_rank_is_attended_to_before_the_wait_for_keys(options, monkeypatch):
     """The first fragment of a text, and rows whose window ends among their own rank's keys."""
-    events = noted_events(monkeypatch)
+    events = {}
+    forms = type(get("fox").form_set)
+
+    def noted(name, call):
+        def run(*given, **named):
+            events.setdefault(dist.get_rank(), []).append(name)
+            return call(*given, **named)
+
+        return run
+
+    for owner, name in ((forms, "whole"), (forms, "go_on"), (collectives.Works, "wait")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
     fragments = Fragments.of([(0, 5, 0), (5, 12, 1), (12, 17, 1), (17, T, 0)], 2)
     *rows, gate = random_inputs("fox", B=1, T=T, H=2, G=2, K=4, V=3, regime="open")
 
@@ -296,51 +266,7 @@ def test_what_needs_no_key_of_another_rank_is_attended_to_before_the_wait_for_ke
         return get("fox").forms["parallel"](*fragments.shard(*rows), local, window=4, fragments=fragments, **options)
 
     on_ranks(2, rank)
-    before = ["start"] if options["transport"] == "gather" else ["start", "wait"] * 2  # bounds, and counts of keys
-    assert events == {0: [*before, "whole", "wait", "go_on"], 1: [*before, "go_on", "wait", "go_on"]}
-
-
-def test_keys_and_their_gradients_travel_while_other_heads_are_attended_to(monkeypatch):
-    """All exchanges begin before any head is attended to. Backward, each begins before the heads before it, and the
-    wait is for all at the end."""
-    monkeypatch.setattr(keys, "PIECE", 1)
-    events, fragments = noted_events(monkeypatch), Fragments.contiguous(T, 2)
-    *rows, gate = random_inputs("fox", B=1, T=T, H=4, G=2, K=4, V=3, regime="open")
-
-    def rank(_):
-        given = [x.clone().requires_grad_() for x in fragments.shard(*rows)]
-        o = get("fox").forms["parallel"](*given, gate.map(fragments.shard), fragments=fragments)
-        torch.autograd.grad(o.sum(), given)
-
-    on_ranks(2, rank)
-    begun, ended = ["start", "start"], ["wait", "wait"]
-    assert events[0] == [*begun, *["whole", "wait"] * 2, *["start_back", "back"] * 2, *ended]
-    assert events[1] == [*begun, *["wait", "go_on"] * 2, *["back", "start_back"] * 2, *ended]
-
-
-@pytest.mark.parametrize("name", ["fox", "alibi", "path_fox", "fox_rope", "wall"])
-def test_heads_in_groups_give_what_all_at_once_do(name, monkeypatch):
-    monkeypatch.setattr(keys, "PIECE", 1)
-    inputs = random_inputs(name, B=1, T=T, H=6, G=3, K=4, V=3, seed=4)
-    options = {"sink": torch.linspace(-1, 1, 6, dtype=torch.float64), "window": 15}
-    compare(Run(name, Fragments.zigzag([0, 9, T], 2), inputs, options, "gather"))
-    if name != "wall":
-        pruned = Run(name, Fragments.zigzag(T, 2), inputs, {"prune": Prune(1e-30)}, "pruned")
-        whole = replace(pruned, options={}).whole()
-        assert_close(pruned.together(), whole, 1e-9)
-
-
-def test_heads_are_sent_in_as_many_groups_as_have_enough_bytes():
-    def groups(tokens, heads, ranks=2):
-        return keys._groups(
-            [torch.empty(1, tokens // ranks, heads, 128, device="meta").bfloat16()] * 2, cut(tokens, ranks)
-        )
-
-    cut = Fragments.zigzag
-    assert [groups(T, 16) for T in (32768, 65536, 131072, 524288)] == [1, 2, 4, 4]
-    assert groups(131072, 6) == 1
-    assert groups(262144, 6) == 3
-    assert groups(524288, 1) == 1
+    assert events == {0: ["whole", "wait", "go_on"], 1: ["go_on", "wait", "go_on"]}
 
 
 @pytest.mark.parametrize(("name", "more"), [("gated_deltanet", 4), ("gla", 4), ("mamba2", 0)])
