@@ -108,7 +108,7 @@ class Replay:
     Args:
         run: returns the leaves of the outputs.
         proven: how many outputs, the first ones, a first replay in spoiled memory must give as the run gave them, to be
-            believed; for runs whose code is not this package's. Of the others it may leave numbers unwritten.
+            believed; for runs whose code is not this package's. Of the others it may leave numbers unwritten, not all.
     """
 
     def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], proven: int = 0) -> None:
@@ -161,10 +161,13 @@ class Replay:
             outputs = self._run(leaves)
         recording = recorder.recording(outputs)
         if self._proven and isinstance(recording, _Recording):
-            again = recording(leaves, [*pointers], key[2], spoiled=True)
-            pairs = [*zip(outputs, again, strict=True)]
-            if not all(_same(a, b, n >= self._proven) for n, (a, b) in enumerate(pairs)):
-                recording = "a replay gives other numbers"
+            try:
+                again = recording(leaves, [*pointers], key[2], spoiled=True)
+                pairs = [*zip(outputs, again, strict=True)]
+                if not all(_same(a, b, n >= self._proven) for n, (a, b) in enumerate(pairs)):
+                    recording = "a replay gives other numbers"
+            except torch.OutOfMemoryError:
+                recording = "no memory is left for a replay beside the run"
         if isinstance(recording, str):
             _logger.debug("a run is not replayed: %s", recording)
         self._known[key] = recording
@@ -349,10 +352,13 @@ class _Recording:
 
 
 def _same(a: Tensor | None, b: Tensor | None, partly: bool) -> bool:
-    """Whether b holds the numbers of a; with ``partly``, where b is no NaN."""
+    """Whether b holds the numbers of a; with ``partly``, where b is no NaN, which it must be somewhere."""
     if a is None or b is None:
         return a is b
-    return torch.equal(torch.where(b.isnan(), b, a).nan_to_num() if partly else a, b.nan_to_num() if partly else b)
+    if not partly or not b.numel():
+        return torch.equal(a, b)
+    unwritten = b.isnan()
+    return not bool(unwritten.all()) and torch.equal(a.masked_fill(unwritten, 0), b.masked_fill(unwritten, 0))
 
 
 def _seen(tensors: Sequence[Any], view: _View) -> Tensor:

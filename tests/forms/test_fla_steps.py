@@ -33,7 +33,7 @@ def multiply_add(gx: int, gy: int, gz: int, stream: int, p_x: int, p_y: int, p_z
 
 
 def launch(x: Tensor, y: Tensor, z: Tensor) -> None:
-    if recorders.current is not None and not untold:
+    if recorders.current is not None and untold != [True]:
         recorders.current.launched(multiply_add, (1, 1, 1), (), [x, y, z])
     multiply_add(1, 1, 1, 0, x.data_ptr(), y.data_ptr(), z.data_ptr())
 
@@ -53,9 +53,14 @@ class Chunks(torch.autograd.Function):
         last, o = torch.zeros_like(k), torch.zeros_like(q)
         launch(k, v, last)
         launch(q, last, o)
+        state = last
+        if untold == [False]:  # of half of the state alone
+            state = torch.empty_like(last)
+            state[:, :, 0] = last[:, :, 0]
+            _floats(state.data_ptr()).reshape(-1, 2, 4)[:, 1] = last[0, :, 1].numpy()
         ctx.save_for_backward(q, k, v, last, None, last, v)
         ctx.scale, ctx.carried, ctx.shape = scale, initial_state is not None, q.shape
-        return o * scale, last if output_final_state else None
+        return o * scale, state if output_final_state else None
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
@@ -156,13 +161,14 @@ def test_a_backward_pass_is_within_autocast_where_its_forward_pass_was(repeating
     assert autocast == [True, False]
 
 
-def test_a_launch_that_nobody_hears_of_ends_all_replays(repeating: Any) -> None:
-    untold.append(True)
+@pytest.mark.parametrize(("whole", "ran"), [(True, ["forward", "backward"]), (False, ["forward"])])
+def test_a_launch_that_nobody_hears_of_ends_all_replays(whole: bool, ran: list[str], repeating: Any) -> None:
+    untold.append(whole)
     for seed in range(4):
         runs.clear()
-        got = step(repeating, seed)
-        assert runs == ["forward", "backward"]
-        for a, b in zip(got, step(operation, seed), strict=True):
+        got = step(repeating, seed, output_final_state=True)
+        assert runs[: len(ran)] == ran
+        for a, b in zip(got, step(operation, seed, output_final_state=True), strict=True):
             assert torch.equal(a, b)
 
 

@@ -221,6 +221,46 @@ def test_a_recording_is_believed_where_it_gives_the_numbers_in_spoiled_memory(
         assert torch.equal(kept[0], x * x)
 
 
+def test_an_output_that_no_launch_is_known_to_write_is_not_believed(
+    again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(leaves: Sequence[Any]) -> list[Tensor]:
+        runs.append(1)
+        square, kept = torch.zeros_like(leaves[0]), torch.empty_like(leaves[0])
+        launch(leaves[0], leaves[0], square, 1.0)
+        _floats(kept.data_ptr())[:] = 5
+        return [square, kept]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made = Replay(run, proven=1)
+    runs.clear()
+    for n in range(4):
+        assert bool((made(pair())[1] == 5).all())
+        assert len(runs) == n + 1
+
+
+def test_where_no_memory_is_left_for_the_proof_a_run_is_not_replayed(
+    again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    def run(leaves: Sequence[Any]) -> list[Tensor]:
+        runs.append(1)
+        square = torch.zeros_like(leaves[0])
+        launch(leaves[0], leaves[0], square, 1.0)
+        return [square]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(replay._Recording, "__call__", full)
+    made = Replay(run, proven=1)
+    runs.clear()
+    for n in range(4):
+        x, y = pair()
+        torch.testing.assert_close(made((x, y))[0], x * x)
+        assert len(runs) == n + 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("function", "family", "case"),

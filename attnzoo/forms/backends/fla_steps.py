@@ -50,7 +50,7 @@ class _Kind:
         self._context: dict[str, Any] = {}
         self._sources: list[int] = []  # of each tensor that is saved: which input, -1 for a new one
         self._order: list[int | None] = []  # which of them theirs are: some stand twice, which could not be replayed
-        self.forward, self.backward = Replay(self._forward, proven=1), Replay(self._backward, proven=len(self._tensors))
+        self.forward, self.backward = Replay(self._forward, proven=2), Replay(self._backward, proven=len(self._tensors))
 
     def _forward(self, leaves: Sequence[Any]) -> list[Any]:
         """Output, last state, and what is saved beside inputs."""
