@@ -71,7 +71,7 @@ def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str
     if fragments.ranks == 1:
         return cast("tuple[Any, Any]", forms.go_on(form, rows.q, rows.k, rows.v, rows.gate, None, rows.options))
     if isinstance(forms, LinearForms):
-        o, matrix = scan_states(forms, form, rows, fragments)
+        o, matrix = scan_states(forms, form, rows, fragments, ends=True)
         return o, RecurrentState(matrix, fragments.tokens)
     return attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
 

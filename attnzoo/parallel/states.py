@@ -27,10 +27,12 @@ from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
 
 
-def scan_states(forms: LinearForms, form: str, rows: Rows, fragments: Fragments) -> tuple[Tensor, Tensor]:
-    """The outputs of this rank's rows, and the state ``[B, H, K, V]`` after all tokens."""
+def scan_states(
+    forms: LinearForms, form: str, rows: Rows, fragments: Fragments, ends: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs of this rank's rows, and the state ``[B, H, K, V]`` after all tokens, with a gradient if ``ends``."""
     named = rows.named()
-    call = _Fragmented(forms, form, fragments, tuple(named), replace(rows.options, write=None))
+    call = _Fragmented(forms, form, fragments, tuple(named), replace(rows.options, write=None), ends)
     o, end = _Scan.apply(call, *named.values())  # type: ignore[no-untyped-call]
     return o, end
 
@@ -44,6 +46,7 @@ class _Fragmented:
     fragments: Fragments
     names: tuple[str, ...]
     options: LinearOptions
+    ends: bool
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[Rows]:
         return Rows.of(dict(zip(self.names, tensors, strict=True)), self.options).cut(self.fragments)
@@ -116,7 +119,8 @@ class _Scan(torch.autograd.Function):
         of_outputs = fragments.cut(do)
         pairs = zip(queries, of_outputs, strict=True)
         (read,), _ = of_all_fragments(fragments, [_times(q.mT, one.transpose(1, 2)).to(grad) for q, one in pairs])
-        if of_end is not None:
+        if call.ends:  # on all ranks, whichever of them have used the state
+            of_end = grad if of_end is None else of_end
             grad = gather(fragments.group, fragments.ranks, of_end)[0][0].sum(0)
         of_ends = [grad] * len(read)
         for number in reversed(range(len(read))):

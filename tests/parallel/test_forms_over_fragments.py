@@ -299,6 +299,29 @@ def test_a_fragment_of_the_linear_side_is_computed_by_the_form_of_the_call_alone
     assert calls == {number: [(3 + more, more > 0), (3, True)] for number in range(2)}
 
 
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
+@pytest.mark.parametrize("users", [1, 2])
+def test_the_last_state_has_a_gradient_whichever_ranks_use_it(name, users):
+    forms, fragments = get(name).form_set, Fragments.contiguous(T, 2)
+    *rows, gate = random_inputs(name, B=1, T=T, H=2, G=2, K=4, V=3, regime="open")
+
+    def gradients(read, rows, used):
+        given = [x.clone().requires_grad_() for x in rows]
+        o, state = read(given)
+        return torch.autograd.grad(o.sum() + (used * state.matrix.square().sum() if used else 0), given)
+
+    def of_rank(given):
+        here = Rows(*given, gate.map(fragments.shard), LinearOptions())
+        return attention.read(forms, "reference", here, fragments, "auto")
+
+    def rank(number):
+        return gradients(of_rank, fragments.shard(*rows), int(number < users))
+
+    whole = gradients(lambda given: forms.go_on("reference", *given, gate, None, LinearOptions()), rows, users)
+    for want, *parts in zip(whole, *on_ranks(2, rank), strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+
+
 def test_a_kernel_that_takes_no_more_columns_runs_twice(monkeypatch):
     forms = get("gated_deltanet").form_set
     kernel = Kernel(
