@@ -89,7 +89,7 @@ def tokenize(
     check_options(vocab_size, tokenizer, heldout_fraction)
     check_pattern(pattern)
     if pattern != "*" and not any(path.is_dir() for path in paths):
-        raise ValueError(f"pattern: expected '*' without a folder whose files it could be of, got {pattern!r}")
+        raise ValueError(f"pattern: expected '*' where no path is a folder, for it chooses files, got {pattern!r}")
     if roll is not None and roll < 2:
         raise ValueError(f"roll: expected at least 2 tokens, got {roll}")
     source = Documents.of(paths, pattern, heldout_fraction, text_field, may_hold_zero=vocab_size != BYTES)

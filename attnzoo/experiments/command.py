@@ -21,12 +21,12 @@ SEEDS = click.option("--seeds", type=click.IntRange(min=2), help="Runs per model
 
 @click.group()
 def experiment() -> None:
-    """What the papers say of the variants, tried here."""
+    """Test what papers claim of the variants, with small models."""
 
 
 @experiment.command("list")
 def list_experiments() -> None:
-    """Every experiment, what it asks, and when it was last measured."""
+    """Every experiment, and when each of its sizes was last measured."""
     from attnzoo.experiments.experiment import find, names
 
     for name in names():

@@ -194,7 +194,7 @@ def test_texts_that_are_none_are_named(folder, tmp_path):
     tokenize([folder], tmp_path / "tokens", vocab_size=280, pattern="*.txt")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         tokenize([folder / "nowhere"], tmp_path / "more", vocab_size=280)
-    with pytest.raises(ValueError, match=r"pattern: expected '\*' without a folder .* got '\*\.txt'"):
+    with pytest.raises(ValueError, match=r"pattern: expected '\*' where no path is a folder, .* got '\*\.txt'"):
         tokenize([folder / "file0.txt"], tmp_path / "more", vocab_size=280, pattern="*.txt")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"empty\.txt': the file is empty"):

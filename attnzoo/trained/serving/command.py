@@ -23,7 +23,7 @@ from attnzoo.trained.commands import (
 @click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
 @click.option(
     "--engine", type=click.Choice(["auto", "vllm", "attnzoo"]), default="auto", show_default=True,
-    help="What draws; auto takes vLLM where it is installed and can.",
+    help="What draws the tokens; auto takes vLLM where it is installed and serves the model.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at: this machine alone.")
 @click.option(
