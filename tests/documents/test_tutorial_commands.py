@@ -94,3 +94,12 @@ def test_from_a_llama_to_a_fox_layer_by_layer(tmp_path, monkeypatch):
     settings = json.loads(Path("models/fox/config.json").read_text())
     assert settings["attention"] == "fox_rope"
     assert settings["attention_options"]["gate_bias"] == 9.704  # of Llama's 2048 tokens
+
+
+def test_a_misspelt_variant_is_refused_in_the_words_that_the_tutorial_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, page = ((DOCS / "tutorials" / name).read_text() for name in ("first_fox.md", "swap_the_variant.md"))
+    Path("first.yaml").write_text(next(match[2] for match in FENCE.finditer(first) if match[1] == "yaml"))
+    ((command, shown),) = re.findall(r"```bash\nattnzoo ([^`\n]*)\n```\n\n```text\nattnzoo: (.*)\n```", page)
+    ran = CliRunner().invoke(app, shlex.split(command))
+    assert str(ran.exception) == shown
