@@ -46,26 +46,26 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
 
     Thin maps, of gates, are one product; wide ones are taken where a gradient is recorded, for its sums.
     """
-    able = {name: part for name, part in maps.items() if untouched(part) and _plain(part)}
-    thin = [name for name, part in maps.items() if type(part) is GateAffine]
-    together = len(thin) > 1 and all(name in able for name in thin)
-    weights: dict[str, Tensor] = {name: part.weight for name, part in able.items()}  # type: ignore[misc]
+    weights: dict[str, Any] = {name: part.weight for name, part in maps.items() if untouched(part) and _plain(part)}
     if not weights or not on_kernels(impl, x, *weights.values()):
         return {}
-    wide = [name for name in weights if name not in thin or not together]
+    thin = [name for name, part in maps.items() if type(part) is GateAffine]
+    if len(thin) < 2 or not all(name in weights for name in thin):
+        thin = []
+    wide = [name for name in weights if name not in thin]
     if torch.compiler.is_compiling() or in_transform() or not records(x, *weights.values()):
         wide = []
     of = [weights[name] for name in wide]
-    if together:
+    if thin:
         of.append(torch.cat([weights[name] for name in thin]))
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, of = x.to(dtype), [one.to(dtype) for one in of]
-    if (len(of) < 2 and not together) or any(one.dtype != x.dtype for one in of):
+    if (len(of) < 2 and not thin) or any(one.dtype != x.dtype for one in of):
         return {}
     made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]  # type: ignore[no-untyped-call]
-    parts = made.pop().split([len(weights[name]) for name in thin], -1) if together else ()
-    return dict(zip([*wide, *(thin if together else ())], [*made, *parts], strict=True))
+    parts = made.pop().split([len(weights[name]) for name in thin], -1) if thin else ()
+    return dict(zip([*wide, *thin], [*made, *parts], strict=True))
 
 
 def _plain(part: nn.Module) -> bool:

@@ -65,7 +65,14 @@ class GateProjection(PreciseModule):
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must normalise its keys
     writes: ClassVar[bool] = False  # whether it returns a write strength, for the linear side only
     makes_keys: ClassVar[bool] = False  # whether it returns them, as Keyed
+    thin: ClassVar[str] = ""  # its map of x whose product the layer may make; not inherited
+    known: ClassVar[str] = ""  # the name of this product in ``stream.products``
     impl: str = "auto"  # that of the layer
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.thin = vars(cls).get("thin", "")
+        cls.known = cls.thin.removesuffix("_proj")
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -84,7 +91,8 @@ class GateProjection(PreciseModule):
     @property
     def maps(self) -> dict[str, GateAffine]:
         """Thin maps of x by the names that their products have in ``stream.products``, where the layer makes them."""
-        return {}
+        part = getattr(self, self.thin) if self.thin else None
+        return {} if part is None else {self.known: part}
 
     def reset_parameters(self) -> None:
         """Initialise the weights as the projection's paper does."""

@@ -58,6 +58,7 @@ class SoftplusDiagonal(GateProjection):
     """
 
     provides = ("log_diag",)
+    thin = "channel_down"
     channel_bias: Tensor
     log_a: Tensor
 
@@ -76,15 +77,11 @@ class SoftplusDiagonal(GateProjection):
         fill(self.channel_bias, step_biases(self.channel_up.out_features, 0.001, 0.1))
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
 
-    @property
-    def maps(self) -> dict[str, GateAffine]:
-        return {"channel_down": self.channel_down} if type(self) is SoftplusDiagonal else {}
-
     def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``known``: the product of the first map."""
         low = self.channel_down(x) if known is None else self.channel_down(x, known)
         return DecayLogits(self.channel_up(low), self.channel_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a, _ = log_decays(self.logits(x, stream.products.get("channel_down")), self.impl)
+        a, _ = log_decays(self.logits(x, stream.products.get(self.known)), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None

@@ -82,6 +82,7 @@ class ForgetGate(GateProjection):
     """
 
     provides = ("log_decay",)
+    thin = "forget_proj"
 
     def __init__(self, sizes: Sizes, *, scale_forget: bool = False, gate_bias: float = 0.0) -> None:
         super().__init__(sizes)
@@ -93,16 +94,12 @@ class ForgetGate(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens)}
 
-    @property
-    def maps(self) -> dict[str, GateAffine]:
-        return {"forget": self.forget_proj} if type(self) is ForgetGate else {}
-
     def logits(self, x: Tensor) -> DecayLogits:
         """The logits from which the decays of x are computed."""
         return DecayLogits(*product(self.forget_proj, x), factor=self.factor)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        known = stream.products.get("forget") if type(self) is ForgetGate else None
+        known = stream.products.get(self.known)
         g = F.logsigmoid(wide(self.forget_proj(x) if known is None else self.forget_proj(x, known)))
         return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
 
@@ -192,6 +189,7 @@ class SoftplusDecay(StepSize):
     """
 
     provides = ("log_decay",)
+    thin = "dt_proj"
     log_a: Tensor
 
     def __init__(self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_max: float = 16.0) -> None:
@@ -209,17 +207,13 @@ class SoftplusDecay(StepSize):
         super().reset_parameters()
         fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, self.a_max).log())
 
-    @property
-    def maps(self) -> dict[str, GateAffine]:
-        return {"dt": self.dt_proj} if type(self) in (SoftplusDecay, Mamba2Decay) else {}
-
     def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``known``: the product of the map."""
         step = self.dt_proj(x) if known is None else self.dt_proj(x, known)
         return DecayLogits(step, self.dt_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        decay, step = log_decays(self.logits(x, stream.products.get("dt")), self.impl, steps=self.writes)
+        decay, step = log_decays(self.logits(x, stream.products.get(self.known)), self.impl, steps=self.writes)
         return Gate(log_decay=decay), step
 
 
@@ -227,3 +221,4 @@ class Mamba2Decay(SoftplusDecay):
     """The softplus decay whose step size is also the write strength: ``v_t`` becomes ``dt_t v_t``."""
 
     writes = True
+    thin = "dt_proj"

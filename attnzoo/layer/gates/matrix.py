@@ -31,6 +31,7 @@ class LowRankDiagonal(GateProjection):
     """
 
     provides = ("log_diag",)
+    thin = "down"
 
     def __init__(
         self, sizes: Sizes, *, gate_rank: int | None = 16, temperature: float = 16.0, gate_bias: float = 0.0
@@ -48,10 +49,6 @@ class LowRankDiagonal(GateProjection):
     def opened(cls, tokens: float, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate_bias": bias_reaching(tokens / options.get("temperature", 16.0))}
 
-    @property
-    def maps(self) -> dict[str, GateAffine]:
-        return {"gate_down": self.down} if type(self) is LowRankDiagonal and self.down is not None else {}
-
     def logits(self, x: Tensor, apart: bool = True, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``apart``: their bias comes beside them; ``known``: the
         product of the first map."""
@@ -59,7 +56,7 @@ class LowRankDiagonal(GateProjection):
         return DecayLogits(*product(self.up, low, apart), factor=1 / self.temperature)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        known = stream.products.get("gate_down")
+        known = stream.products.get(self.known)
         a, _ = log_decays(self.logits(x, apart=x.is_cuda, known=known), self.impl)
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
@@ -114,6 +111,7 @@ class DeltaRule(GateProjection):
     provides = ("w", "beta")
     unit_keys = True
     writes = True
+    thin = "beta_proj"
 
     def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False, num_householder: int = 1) -> None:
         super().__init__(sizes)
@@ -121,12 +119,8 @@ class DeltaRule(GateProjection):
         self.beta_proj = GateAffine(sizes.hidden_size, sizes.num_kv_heads * self.factors, bias=None)
         self.reset_parameters()
 
-    @property
-    def maps(self) -> dict[str, GateAffine]:
-        return {"beta": self.beta_proj} if type(self) is DeltaRule else {}
-
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        known = stream.products.get("beta") if type(self) is DeltaRule else None
+        known = stream.products.get(self.known)
         logits = self.beta_proj(x) if known is None else self.beta_proj(x, known)
         beta = by_factor(wide(logits).sigmoid(), -1, self.factors)
         if self.allow_neg_eigval:
