@@ -115,25 +115,25 @@ def unknown(
     the options: "unknown form 'chnk' of 'gla': ..."; `see` is a command that prints them where they are many.
     """
     listed = list(options)
-    shown = ", ".join(repr(option) if ", " in option else option for option in listed)
     said = f"unknown {kind} {name!r}{f' of {of}' if of else ''}"
     if not listed:
         return ValueError(f"{said}: none is expected")
+    shown = ", ".join(repr(option) if ", " in option else option for option in listed)
+    if see and len(listed) > MANY:
+        shown = f"the {len(listed)} that `{see}` shows"
     expected = f"expected one of {shown}{f', or {other}' if other else ''}"
     if len(listed) <= MANY:
         return ValueError(f"{said}: {expected}{did_you_mean(name, listed)}")
     close = nearest(name, listed)
-    if see:
-        expected = f"expected one of the {len(listed)} that `{see}` shows{f', or {other}' if other else ''}"
     hint = f" (did you mean {close!r}?)" if close else ""
     return ValueError(f"{said}{hint}: {expected}")
 
 
-def placed(said: str, section: str, names: Container[str]) -> str:
-    """A message about a field, with its section, such as "data.", before the field where that is one of ``names``."""
-    unknown = "unknown " if said.startswith("unknown ") else ""
-    rest = said.removeprefix(unknown)
-    return f"{unknown}{section}{rest}" if re.split(r"\W", rest, maxsplit=1)[0] in names else said
+def in_section(said: str, section: str, names: Container[str]) -> str:
+    """A message with its section, such as "data.", before the field that it begins with, if that is in ``names``."""
+    start = len("unknown ") if said.startswith("unknown ") else 0
+    begins = re.split(r"\W", said[start:], maxsplit=1)[0] in names
+    return f"{said[:start]}{section}{said[start:]}" if begins else said
 
 
 def check_least(least: float, **numbers: float | None) -> None:

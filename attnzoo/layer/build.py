@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.errors import check_kinds, placed, unknown
+from attnzoo.errors import check_kinds, in_section, unknown
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.config import BLOCKS, CHOICES, INSTEAD, NEEDS, OFF, AttentionConfig
@@ -125,5 +125,5 @@ def from_file(options: dict[str, Any]) -> dict[str, Any]:
             try:
                 made[option] = kind(**given)
             except ValueError as error:
-                raise ValueError(placed(str(error), f"{option}.", known)) from error
+                raise ValueError(in_section(str(error), f"{option}.", known)) from error
     return {**options, **made}

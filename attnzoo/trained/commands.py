@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnzoo.data.command import PATH, to_option, words_of
+from attnzoo.data.command import PATH, F, to_option, words_of
 
 if TYPE_CHECKING:
     from attnzoo.trained.continuation import Continuation
@@ -107,33 +107,36 @@ def number_or_text(kind: type) -> Callable[[str], Any]:
     return read
 
 
-evict_option = click.option(
-    "--evict",
-    type=number_or_text(float),
-    metavar="EPS",
-    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
-    "memory, and come back for a token that needs them.",
-)
-budget_option = click.option(
-    "--budget",
-    type=number_or_text(int),
-    metavar="TOKENS|SIZE",
-    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`; or all "
-    "layers together, `2 MiB total`.",
-)
-kv_dtype_option = click.option(
-    "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
-)
-draft_option = click.option(
-    "--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none."
-)
-draft_tokens_option = click.option(
-    "--draft-tokens", type=click.IntRange(1, 15), help="Proposed at a time by --draft; 5 if not given."
-)
 device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 dtype_option = click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
+
+
+def engine_options(command: F) -> F:
+    """The command with the options of the engine that draws its tokens."""
+    for option in reversed((
+        click.option(
+            "--evict", type=number_or_text(float), metavar="EPS",
+            help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the "
+            "host's memory, and come back for a token that needs them.",
+        ),
+        click.option(
+            "--budget", type=number_or_text(int), metavar="TOKENS|SIZE",
+            help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`; or all "
+            "layers together, `2 MiB total`.",
+        ),
+        click.option(
+            "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
+        ),
+        click.option("--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none."),
+        click.option(
+            "--draft-tokens", type=click.IntRange(1, 15), help="Proposed at a time by --draft; 5 if not given."
+        ),
+        device_option, dtype_option,
+    )):  # fmt: skip
+        command = option(command)
+    return command
 
 
 @click.command()
@@ -173,13 +176,7 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the samples.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
-@evict_option
-@budget_option
-@kv_dtype_option
-@draft_option
-@draft_tokens_option
-@device_option
-@dtype_option
+@engine_options
 @processes_option
 def generate(
     source: Path,

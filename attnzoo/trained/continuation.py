@@ -59,17 +59,13 @@ def load_text_model(source: str | Path, device: str, dtype: torch.dtype | None =
 
 
 def check_draft(draft: Path | None, tokens: int | None) -> None:
-    """Raise where a number of proposed tokens has no draft.
-
-    Raises:
-        ValueError: so it is.
-    """
+    """Raise ValueError if a number of proposed tokens comes without a draft."""
     if draft is None and tokens is not None:
         raise ValueError(f"--draft-tokens: expected none without --draft, got {tokens}")
 
 
 def draft_of(source: TrainedModel, other: TrainedModel, tokens: int | None) -> ModelDraft:
-    """A draft by another trained model, which proposes so many tokens at a time to ``source``; None for 5.
+    """A draft by another trained model, which proposes ``tokens`` at a time to ``source``; None for 5.
 
     Raises:
         ValueError: a model with other tokens.

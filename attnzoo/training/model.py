@@ -31,7 +31,7 @@ def new_model(config: TrainConfig) -> LanguageModel:
 
 
 def _of_field(model: ModelConfig, said: str) -> str:
-    """A message about a layer of a model, behind the configuration's field that the layer has it from."""
+    """A message about a layer, after the field of the model's configuration that the layer takes its option from."""
     about = re.findall(r"\w+", said.partition(":")[0])
     if about[0] in model.attention_options:
         return f"attention_options.{said}"

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
-from attnzoo.errors import placed, unknown
+from attnzoo.errors import in_section, unknown
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.presets import PresetSettings
 from attnzoo.settings import read_yaml, write_yaml
@@ -121,7 +121,7 @@ def load_config(
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
     except ValueError as error:  # __post_init__ of a section names its field without the section
-        raise ValueError(_placed(merged, str(error))) from error
+        raise ValueError(_in_section(merged, str(error))) from error
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -327,13 +327,13 @@ def _value_error(error: Exception) -> str:
     return f"{key}: expected {kind}{empty}, got {getattr(error, 'value', None)!r}"
 
 
-def _placed(config: Any, said: str) -> str:
+def _in_section(config: Any, said: str) -> str:
     """A message with the section, such as "data.", of the field that it begins with."""
     from omegaconf import OmegaConf
 
-    entries = [(str(key), config, key) for key in config] if OmegaConf.is_dict(config) else []
-    lists = [(key, config[key]) for _, _, key in entries if OmegaConf.is_list(config[key])]
-    entries += [(f"{key}[{number}]", found, number) for key, found in lists for number in range(len(found))]
+    entries = [(str(key), config, key) for key in config]
+    lists = [key for key in config if OmegaConf.is_list(config[key])]
+    entries += [(f"{key}[{number}]", config[key], number) for key in lists for number in range(len(config[key]))]
     for name, owner, key in entries:
         kind = OmegaConf.get_type(owner, key)
         if not dataclasses.is_dataclass(kind) or owner[key] is None:
@@ -343,9 +343,8 @@ def _placed(config: Any, said: str) -> str:
         except ValueError as error:
             if str(error) != said:
                 continue
-            inner = _placed(owner[key], said)
             known = [field.name for field in dataclasses.fields(kind)]
-            return placed(inner, f"{name}.", known)
+            return in_section(_in_section(owner[key], said), f"{name}.", known)
     return said
 
 

@@ -1,6 +1,6 @@
 """The rows of Table 3 of FoX's paper, its layer component by component, and the Transformer's in its Figure 11."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
+from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES
 from attnzoo.experiments.claims import Value, below, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
     ),
     arms=(*BUILT_UP, *TAKEN_AWAY, *REPLACED, *WITH_ROPE),
     settings=PACKAGES,
-    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER},
+    sizes=SIZES,
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=(
         Expectation("FoX (Pro) is below Transformer (Pro), which is below FoX (LLaMA), and that below Transformer "

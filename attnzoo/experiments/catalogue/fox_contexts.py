@@ -1,6 +1,6 @@
 """Training contexts, short and long: Figures 6, 12 and 19 to 21 of FoX's paper."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
+from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES
 from attnzoo.experiments.claims import All, Below, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -40,9 +40,7 @@ EXPERIMENT = Experiment(
         Arm("Mamba-2, short", "mamba2", times={"data.context_length": TIMES["short"], "batch_size": 2}),
     ),
     settings=PACKAGES,
-    sizes={
-        "cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER,
-    },
+    sizes=SIZES,
     probes=(Loss(), LossByPlace(factor=2), AddedByLength(factor=2)),
     expectations=(
         *(Expectation(f"What FoX ({block}) is ahead of Transformer ({block}) grows with the training context.",

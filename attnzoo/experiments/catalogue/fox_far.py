@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
+from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES
 from attnzoo.experiments.claims import All, AtMost, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -57,9 +57,7 @@ EXPERIMENT = Experiment(
         Arm("HGRN2", "gla", {"block": "hgrn2"}),
     ),
     settings=PACKAGES,
-    sizes=with_rows({
-        "cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER,
-    }),
+    sizes=with_rows(SIZES),
     probes=(Loss(), BANDS, AddedByLength(factor=4), ReadAgain(lengths=(1.0, 4.0)), NEEDLE,
             Needle("needle at twice the context, wrong", 2.0)),
     expectations=(

@@ -1,6 +1,6 @@
 """Forget gates that depend on the data, that are learnt without it, and that are fixed: Figure 7 of FoX's paper."""
 
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, MIDDLE, PACKAGES, SHORT
+from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES
 from attnzoo.experiments.claims import Claim, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
         )
     ),
     settings=PACKAGES,
-    sizes={"cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER},
+    sizes=SIZES,
     probes=(Loss(), LossByPlace(factor=4), AddedByLength(factor=4)),
     expectations=tuple(
         Expectation(f"A gate that depends on the data is better than {what}, whatever T_max, in the {block} block.",

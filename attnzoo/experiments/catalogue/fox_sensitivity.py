@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from attnzoo.experiments.catalogue.fox_far import with_rows
-from attnzoo.experiments.catalogue.pairs import CPU, LARGER, PACKAGES, SHORT, size
+from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES, size
 from attnzoo.experiments.claims import All, Below, Value, Wider, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
@@ -44,9 +44,7 @@ EXPERIMENT = Experiment(
     ),
     settings=PACKAGES,
     options={"block": "pro"},
-    sizes=with_rows({
-        "cpu": CPU, "gpu": SHORT, "gpu-3m": size(256, 4, 950, 2e-3), **LARGER,
-    }),
+    sizes=with_rows({**SIZES, "gpu-3m": size(256, 4, 950, 2e-3)}),
     probes=(Loss(), LossByPlace(factor=4), ADDED, Needle(), FURTHER),
     expectations=(
         Expectation("More training tokens make FoX worse beyond its training context.", f"{PAPER}, Figure 5",

@@ -65,6 +65,7 @@ CPU = Size(
 SHORT = size(128, 4, 200, 1e-3, 2e-3, 5e-3, tries=100)  # 13 million tokens and 0.8 million weights
 MIDDLE = size(256, 4, 950, 1e-3, 2e-3, 5e-3, tries=120)  # 62 million tokens and 3 million weights, as `pairs` at `gpu`
 LARGER = {"gpu-10m": size(384, 6, 3240, 2e-3), "gpu-25m": size(512, 8, 7500, 1e-3)}
+SIZES = {"cpu": CPU, "gpu": SHORT, "gpu-3m": MIDDLE, **LARGER}  # of FoX's experiments
 
 EXPERIMENT = Experiment(
     title="Every pair, on real text",

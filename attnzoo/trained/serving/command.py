@@ -8,15 +8,7 @@ from typing import Any
 import click
 
 from attnzoo.data.command import PATH
-from attnzoo.trained.commands import (
-    budget_option,
-    device_option,
-    draft_option,
-    draft_tokens_option,
-    dtype_option,
-    evict_option,
-    kv_dtype_option,
-)
+from attnzoo.trained.commands import engine_options
 
 
 @click.command()
@@ -41,13 +33,7 @@ from attnzoo.trained.commands import (
     help="Memory, beside the pages of keys, for beginnings that prompts have in common, by attnzoo's engine.  "
     "[default: 256, without --evict]",
 )  # fmt: skip
-@evict_option
-@budget_option
-@kv_dtype_option
-@draft_option
-@draft_tokens_option
-@device_option
-@dtype_option
+@engine_options
 def serve(source: Path, engine: str, host: str, port: int, **options: Any) -> None:
     """Serve a model over HTTP, by OpenAI's interface.
 

@@ -43,7 +43,7 @@ class Serving:
             :meth:`~attnzoo.models.generation.engine.Generator.remember`; None for 256 where keys are not given up.
         evict, budget, kv_dtype: see :class:`~attnzoo.models.generation.engine.Generator`.
         draft: the folder of a run or model that proposes tokens to our engine, or None.
-        draft_tokens: so many at a time; None for 5.
+        draft_tokens: how many it proposes at a time; None for 5.
         device: auto, cpu or cuda.
         dtype: of the weights; None keeps that of the files.
     """
@@ -177,9 +177,9 @@ class Serving:
         default = 0 if generator.prefill.whole() else PREFIXES
         generator.remember(default if self.prefix_cache is None else self.prefix_cache)
         draft = None
-        if self.draft is not None and generator.batch.total:
-            raise ValueError(f"--draft: expected none with a budget of all layers, {self.budget!r}, got one")
         if self.draft is not None:
+            if generator.batch.total:
+                raise ValueError(f"--draft: expected none with a budget of all layers, {self.budget!r}, got one")
             draft = draft_of(loaded, load_text_model(self.draft, str(place.device), place.dtype), self.draft_tokens)
             if draft.joins(loaded.model, self.max_tokens):
                 generator.batch.follow(draft.model, [])  # takes its memory now
