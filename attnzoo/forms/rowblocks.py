@@ -47,17 +47,10 @@ _forward, _backward = _fused(""), _fused("_backward")
 
 
 def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    valid: Tensor | None = None,
-    first_kept: Tensor | None = None,
-    rows: int = SIZES[-1],
-    *,
-    band: Band | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None,
+    first_kept: Tensor | None = None, rows: int = SIZES[-1], *, band: Band | None = None,
     given: SoftmaxOptions = NOTHING_ASKED,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The attention of the last T of S tokens to all tokens up to each.
 
     On a CPU each head uses the block size that its decay allows. In float32, keys whose weight is certified to be below
@@ -364,8 +357,7 @@ class _Plan:
         )
 
     def _own_keys(self) -> Tensor:
-        keys = self.own(self.k).clone()
-        bias = -self.entry
+        keys, bias = self.own(self.k).clone(), -self.entry
         if self.hidden is not None:
             bias = bias.masked_fill(self.own(self.hidden), least_logit(bias.dtype))
         keys[..., self.K] = bias

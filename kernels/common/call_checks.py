@@ -35,7 +35,7 @@ def check_attention(
         ValueError: all else; the message names the argument.
     """
     kind = _kind(q, k, v, log_decay, options) if valid is None and gate_sums is None else None
-    if kind is not None and kind in _right:  # compiled code asks nothing of what changes
+    if kind is not None and kind in _right:  # in compiled code there is no kind, and no set that changes is read
         return
     prune, sink, cu_seqlens, logit_bound = options.prune, options.sink, options.cu_seqlens, options.logit_bound
     if gate_sums is not None and not isinstance(gate_sums, GateSums):

@@ -1,4 +1,4 @@
-"""Who writes down the launches of kernels, if anybody, and whether they launch: each thread has its own."""
+"""The recorder of the launches of kernels, and whether kernels are only compiled: each thread has its own."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def _channels(x: Prepared) -> Tensor:
 
 
 def _finite(log: Tensor | None) -> Tensor:
-    return F.threshold(cast(Tensor, log).float(), CLOSED_AS, CLOSED_AS)  # a kernel each way, which clamp has not
+    return F.threshold(cast(Tensor, log).float(), CLOSED_AS, CLOSED_AS)  # clamp has no single backward kernel
 
 
 _converted: tuple[weakref.ref[Tensor], int, Tensor] | None = None

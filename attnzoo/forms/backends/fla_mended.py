@@ -111,7 +111,7 @@ def proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
         return _proven(sizes, dtype, device)
     for _, x in _cases(sizes, dtype, device):
         gradients(**x, scale=0.3)
-    return True  # for now
+    return True  # no launch has computed anything yet
 
 
 def _cases(

@@ -25,13 +25,12 @@ from attnzoo.kernels.common.replay import Replay
 from attnzoo.kernels.common.together import Passes
 
 Operation = Callable[..., tuple[Tensor, Tensor | None]]
-# Their torch.autograd.Function, and what its forward pass is given where it has no default.
-FUNCTIONS = {
+FUNCTIONS = {  # the torch.autograd.Function of an operation
     "chunk_simple_gla": "ChunkSimpleGLAFunction", "chunk_gla": "ChunkGLAFunction", "chunk_kda": "ChunkKDAFunction",
     "chunk_delta_rule": "ChunkDeltaRuleFunction", "chunk_gated_delta_rule": "ChunkGatedDeltaRuleFunction",
 }  # fmt: skip
 MOST = 256  # kinds of calls of an operation that are remembered
-NEUTRAL = {"state_v_first": False}  # and None for others
+NEUTRAL = {"state_v_first": False}  # arguments of their forward passes without a default; others are None
 
 
 class _Kind:
@@ -48,8 +47,8 @@ class _Kind:
         self._numbers = [None if isinstance(x, Tensor) else x for x in given]
         self._tensors = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
         self._context: dict[str, Any] = {}
-        self._sources: list[int] = []  # of each tensor that is saved: which input, -1 for a new one
-        self._order: list[int | None] = []  # which of them theirs are: some stand twice, which could not be replayed
+        self._sources: list[int] = []  # of each tensor that is saved, once: the number of an input, -1 for a new one
+        self._order: list[int | None] = []  # of each that their pass saves, perhaps twice: its number among these
         self.forward, self.backward = Replay(self._forward, proven=2), Replay(self._backward, proven=len(self._tensors))
 
     def _forward(self, leaves: Sequence[Any]) -> list[Any]:

@@ -93,8 +93,8 @@ class Memory(Protocol):
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
 
     def prefix(self, state: Any) -> Any:
-        """``state``, from which later sequences may go on, to be kept with its pages; None where it is kept whole."""
-        return None
+        """What is kept of ``state``, so that later sequences go on from it: itself, or a prefix with its pages."""
+        return state
 
     def renew(self, bounds: QueryBounds) -> None:
         """Give keys up by these bounds of the rows to come from now on, where it does so by any."""

@@ -231,9 +231,10 @@ class Batch:
         Raises:
             MemoryError: as :meth:`step`.
         """
+        draft = None if ahead is None else self.draft
         if tokens > self._longest:
             what = f"step that checks {tokens - 1} proposed tokens of each sequence"
-            saved = 0 if ahead is None or self.draft is None else (ahead + 2) * self.draft.bytes()
+            saved = 0 if draft is None else ((ahead or 0) + 2) * draft.bytes()
             check_memory(max(cache.workspace(tokens) for cache in self.caches) + saved, self.device, what)
             self._longest = tokens
         self.rows.tokens, self._ahead = tokens, ahead
@@ -242,7 +243,7 @@ class Batch:
             found = torch.cat([self.proposals.kept[:, None], self.proposals.drawn], 1).tolist()  # waits once
         finally:
             self.rows.tokens, self._ahead = 1, None
-        for batch in [self] if ahead is None or self.draft is None else [self, self.draft]:
+        for batch in [self] if draft is None else [self, draft]:
             for row in rows:
                 batch.rows.lengths[row] += found[row][0]
         return [kept for kept, *_ in found], [drawn for _, *drawn in found]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.forms.caches.inplace import Memory
 from attnzoo.forms.caches.pages.page_table import PAGE
+from attnzoo.forms.caches.pages.prefix import PagedPrefix
 from attnzoo.layer.cache import LayerCache
 
 
@@ -20,30 +20,27 @@ class Prefix:
 
     Args:
         tokens: ``[T]`` int64, on the host.
-        cache: by layer; the state is whole, or a :class:`~attnzoo.forms.caches.pages.prefix.PagedPrefix`.
-        paged: the states of the second kind.
+        cache: by layer; the state itself, or a :class:`~attnzoo.forms.caches.pages.prefix.PagedPrefix` of it.
+        paged: these prefixes.
         crops: whether a prompt can also go on from each of its whole pages: it can where no layer sums up its tokens,
             or keeps the last ones for a convolution or a shift.
     """
 
     tokens: Tensor
     cache: list[LayerCache]
-    paged: list[Any]
+    paged: list[PagedPrefix]
     crops: bool
 
     @staticmethod
     def of(tokens: Tensor, cache: Sequence[LayerCache], memories: Sequence[Memory]) -> Prefix:
-        """The beginning ``tokens``, after which the layers remember ``cache``; it :meth:`hold`\\ s no pages yet."""
-        found = [memory.prefix(layer.state) for memory, layer in zip(memories, cache, strict=True)]
-        kept = [
-            replace(layer) if paged is None else replace(layer, state=paged)
-            for layer, paged in zip(cache, found, strict=True)
-        ]
+        """The beginning ``tokens``, after which the layers remember ``cache``; without pages until :meth:`hold`."""
+        kept = [replace(layer, state=memory.prefix(layer.state)) for memory, layer in zip(memories, cache, strict=True)]
         try:
             crops = bool([layer.cropped(0) for layer in kept])
         except ValueError:
             crops = False
-        return Prefix(tokens, kept, [paged for paged in found if paged is not None], crops)
+        paged = [new.state for old, new in zip(cache, kept, strict=True) if new.state is not old.state]
+        return Prefix(tokens, kept, paged, crops)
 
     def common(self, prompt: Tensor) -> int:
         """The number of first tokens of ``prompt`` that need not be read, at most all but one."""
@@ -54,7 +51,7 @@ class Prefix:
         return same // PAGE * PAGE if self.crops else 0
 
     def covers(self, other: Prefix) -> bool:
-        """Whether whoever could go on from ``other`` can go on from this one instead."""
+        """Whether every prompt that can go on from ``other`` can go on from this one instead."""
         n = len(other.tokens)
         long = self.crops or n == len(self.tokens)
         return long and n <= len(self.tokens) and torch.equal(self.tokens[:n], other.tokens)
@@ -99,13 +96,13 @@ class Prefixes:
 
     def find(self, prompt: Tensor) -> tuple[Prefix | None, int]:
         """The beginning that has the most first tokens of ``prompt`` ``[T]``, and how many, at most all but one."""
-        best = max(self.kept, key=lambda one: one.common(prompt), default=None)
-        tokens = 0 if best is None else best.common(prompt)
-        if best is None or not tokens:
+        common = {one: one.common(prompt) for one in self.kept}
+        best = max(common, key=common.__getitem__, default=None)
+        if best is None or not common[best]:
             return None, 0
         self.kept.remove(best)
         self.kept.append(best)
-        return best, tokens
+        return best, common[best]
 
     def keep(self, new: Sequence[Prefix], row: int) -> None:
         """Keep beginnings of the sequence that has just begun in ``row``."""
@@ -134,8 +131,8 @@ class Prefixes:
             pass
 
     def trim(self, new: list[Prefix] | None = None) -> None:
-        """Drop what exceeds the limit together with ``new``, which are kept soon, and at last the first of these."""
-        new = [] if new is None else new
+        """Drop kept beginnings, then the first of ``new`` ones, until both together are within the limit."""
+        new = new or []
         while (self.kept or new) and self.bytes(new) > self.limit:
             if not self.spare():
                 del new[0]

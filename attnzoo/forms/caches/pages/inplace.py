@@ -158,9 +158,9 @@ class PagedMemory(Memory):
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
 
-    def prefix(self, state: Any) -> PagedPrefix | None:
-        """As :meth:`Memory.prefix`; keys that are given up are kept whole, as are those that later tokens carry."""
-        return None if self.evict is not None or self.pool.group else PagedPrefix.of(self.pool, state)
+    def prefix(self, state: Any) -> Any:
+        """As :meth:`Memory.prefix`; a state whose keys are given up, or carried by later tokens, is kept itself."""
+        return state if self.evict is not None or self.pool.group else PagedPrefix.of(self.pool, state)
 
     def renew(self, bounds: QueryBounds) -> None:
         if self.evict is not None:
