@@ -73,7 +73,7 @@ class Prefix:
             paged.release()
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that it has for itself."""
+        """The tensors that it keeps, besides pages of a pool."""
         found = [self.tokens, *(x for layer in self.cache for x in layer.windows.values())]
         states = [*(layer.state for layer in self.cache), *(paged.like for paged in self.paged)]
         return found + [x for state in states for x in vars(state).values() if isinstance(x, Tensor)]

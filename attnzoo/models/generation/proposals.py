@@ -120,21 +120,24 @@ class ModelDraft:
     )
 
     def joins(self, model: LanguageModel, max_tokens: int) -> bool:
-        """Whether the draft's steps can be a part of the steps of a batch of ``model``, whose sequences have
-        ``max_tokens`` at most: one without keys can go back to its states, and needs the same device and vocabulary,
-        and positions for all tokens."""
-        same = self.model.config.vocab_size == model.config.vocab_size
-        there = self.model.embedding.weight.device == model.embedding.weight.device
-        placed = max_tokens <= (self.model.config.learned_positions or max_tokens)
-        alone = all(isinstance(x.variant.form_set, LinearForms) for x in self.model.attentions())
-        return same and there and placed and alone
+        """Whether the draft's steps can be a part of those of a batch of ``model``, of ``max_tokens`` per sequence.
+
+        Its layers must be recurrences, as their states can be restored, on the same device, with the same vocabulary.
+        """
+        own, config = self.model, self.model.config
+        return (
+            config.vocab_size == model.config.vocab_size
+            and own.embedding.weight.device == model.embedding.weight.device
+            and max_tokens <= (config.learned_positions or max_tokens)
+            and all(isinstance(layer.variant.form_set, LinearForms) for layer in own.attentions())
+        )
 
     @torch.no_grad()
     def __call__(self, request: Request) -> list[int]:
         """The likeliest tokens after those of ``request``, as far as the model has learned positions."""
         known, model = [*request.prompt, *request.tokens], self.model
-        last_place = model.config.learned_positions
-        number = min(self.tokens, self.tokens if last_place is None else last_place + 1 - len(known))
+        positions = model.config.learned_positions or len(known) + self.tokens
+        number = min(self.tokens, positions + 1 - len(known))
         if number < 1:
             return []
         cache, seen, last = self.caches.get(request) or (model.new_cache(), 0, [])
