@@ -17,15 +17,15 @@ def check_folder_name(output_dir: str) -> None:
         raise ValueError(f"output_dir: ~ does not stand for a home folder here: write it out, got {output_dir!r}")
 
 
-def check_shared(model: ModelConfig, processes: int, whose: str = "model") -> None:
+def check_context_parallel(model: ModelConfig, processes: int, section: str = "model") -> None:
     """Raise ValueError if layers need whole sequences, which several processes do not have."""
     for spec in model.layers():
         for option in ("forgetting", "training_groups"):
             if spec.options.get(option) is not None:
                 place = "attention_options" if option in model.attention_options else "attention"
                 raise ValueError(
-                    f"{whose}.{place}: expected no {option} of {spec.name!r} with context_parallel={processes}, as it "
-                    f"needs whole sequences, got {spec.options[option]!r}"
+                    f"{section}.{place}: expected no {option} of {spec.name!r} with context_parallel={processes}, as "
+                    f"it needs whole sequences, got {spec.options[option]!r}"
                 )
 
 
@@ -244,7 +244,7 @@ class TrainConfig:
             raise ValueError(f"device: expected auto (a GPU where there is one) or cpu, got {self.device!r}")
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
         if self.context_parallel > 1:
-            check_shared(self.model, self.context_parallel)
+            check_context_parallel(self.model, self.context_parallel)
             if self.data.context_length < 2 * self.context_parallel:
                 raise ValueError(
                     f"data.context_length: expected at least two tokens for each of context_parallel="

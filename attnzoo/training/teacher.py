@@ -17,7 +17,7 @@ from attnzoo.models import LanguageModel, ModelOutput
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import recomputed
 from attnzoo.models.loss import ALIGNED, IGNORED, divergence, head_loss
-from attnzoo.training.config import TrainConfig, check_shared
+from attnzoo.training.config import TrainConfig, check_context_parallel
 from attnzoo.training.start import config_in, weights_for
 
 
@@ -32,7 +32,7 @@ def check_teacher(model: LanguageModel, config: TrainConfig) -> None:
         return
     theirs, ours = config_in(config.teacher, "teacher"), model.config
     if config.context_parallel > 1:
-        check_shared(theirs, config.context_parallel, "teacher")
+        check_context_parallel(theirs, config.context_parallel, "teacher")
     sizes = ["vocab_size", *(["hidden_size", "num_layers"] if config.objective == "align" else [])]
     for name in sizes:
         if getattr(theirs, name) != getattr(ours, name):
