@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from pages import DOCS, FENCE
 
 from attnzoo.cli import app
+from attnzoo.registry import pairs, unregister
+from attnzoo.registry.table import BUILT_IN
 
 pytest.importorskip("transformers")
 
@@ -103,3 +105,15 @@ def test_a_misspelt_variant_is_refused_in_the_words_that_the_tutorial_shows(tmp_
     ((command, shown),) = re.findall(r"```bash\nattnzoo ([^`\n]*)\n```\n\n```text\nattnzoo: (.*)\n```", page)
     ran = CliRunner().invoke(app, shlex.split(command))
     assert str(ran.exception) == shown
+
+
+def test_a_variant_of_the_reader_is_shown_as_the_tutorial_prints_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "tutorials" / "new_variant.md").read_text()
+    Path("sandwich.py").write_text(re.findall(r"`sandwich\.py`.*?```python\n(.*?)```", page, flags=re.DOTALL)[0])
+    shown = re.findall(r"```text\n(sandwich_path, .*?)```", page, flags=re.DOTALL)[0]
+    try:
+        assert CliRunner().invoke(app, ["show", "sandwich.py"]).output.startswith(shown)
+    finally:
+        for pair in pairs()[len(BUILT_IN) :]:
+            unregister(pair)
