@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels import convolution, decode, linear, norms
-from attnzoo.kernels.common import device
+from attnzoo.kernels.common import device, together
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.retention import Retention, Rule
@@ -377,6 +377,7 @@ def main() -> int:
         cache = tempfile.TemporaryDirectory()  # nobody may find kernels without machine code
         os.environ["TRITON_CACHE_DIR"] = cache.name
     release = tuple(map(int, triton.__version__.split(".")[:2]))
+    together.can_compile_together = lambda: False  # each where it would be launched
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
     retention.triton_unavailable = lambda keys: ""
