@@ -1,6 +1,6 @@
 """Compile the kernels that calls launch, for GPUs that are not here; say what each needs of them.
 
-    python tests/kernels/compiling.py [--ptx] CAPABILITY[:CALLS[:KERNELS]]...
+    python tests/kernels/compiling.py [CAPABILITY[:CALLS[:KERNELS]]]... [--ptx CAPABILITY[:CALLS[:KERNELS]]...]
 
 CALLS and KERNELS are regular expressions, of names in ``calls()`` and of kernels. With the Triton that is found first
 (PYTHONPATH), without the interpreter. One JSON object per compiled kernel on standard output; exit status 1 where one
@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from machine_code import unset_registers
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from attnzoo.algebra.gate import Gate
@@ -341,8 +343,9 @@ def needs(kernel: Any) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="+", metavar="CAPABILITY[:CALLS[:KERNELS]]")
-    parser.add_argument("--ptx", action="store_true", help="stop before ptxas, which takes most of the time")
+    case_of = "CAPABILITY[:CALLS[:KERNELS]]"
+    parser.add_argument("cases", nargs="*", metavar=case_of, help="compile to machine code")
+    parser.add_argument("--ptx", nargs="+", default=[], metavar=case_of, help="stop before ptxas, the slowest part")
     args = parser.parse_args()
     failed, seen, run, here = False, {}, JITFunction.run, NoGPU()
     row: dict[str, Any] = {}
@@ -370,12 +373,6 @@ def main() -> int:
 
     triton.runtime.driver.set_active(here)
     JITFunction.run = compile_only
-    if args.ptx:
-        from triton.backends.nvidia.compiler import CUDABackend
-
-        CUDABackend.make_cubin = lambda *given: b""
-        cache = tempfile.TemporaryDirectory()  # nobody may find kernels without machine code
-        os.environ["TRITON_CACHE_DIR"] = cache.name
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     together.can_compile_together = lambda: False  # each where it would be launched
     device.capability = lambda of: here.capability
@@ -396,20 +393,31 @@ def main() -> int:
         wall,
     ):
         api.kernels_unavailable = lambda *given, **limits: ""
-    for case in args.cases:
-        which, names, kernels = [*case.split(":"), "", ""][:3]
-        here.capability = tuple(map(int, which.split(".")))
-        for name, function in calls():
-            if not re.search(names, name):
-                continue
-            family, dtype, K = name.split()[:3]
-            if family == "path" and too_small(DTYPES[dtype], int(K), device.Machine(here.capability, release)):
-                continue
-            row = {"triton": triton.__version__, "capability": which, "call": name}
-            with torch.set_grad_enabled("step" not in name):
-                o = [y for y in tree_leaves(function()) if isinstance(y, Tensor) and y.requires_grad]
-                if o:
-                    torch.autograd.backward(o, [torch.ones_like(y) for y in o])
+
+    def compile_cases(cases: list[str]) -> None:
+        nonlocal kernels, row
+        for case in cases:
+            which, names, kernels = [*case.split(":"), "", ""][:3]
+            here.capability = tuple(map(int, which.split(".")))
+            for name, function in calls():
+                if not re.search(names, name):
+                    continue
+                family, dtype, K = name.split()[:3]
+                if family == "path" and too_small(DTYPES[dtype], int(K), device.Machine(here.capability, release)):
+                    continue
+                row = {"triton": triton.__version__, "capability": which, "call": name}
+                with torch.set_grad_enabled("step" not in name):
+                    o = [y for y in tree_leaves(function()) if isinstance(y, Tensor) and y.requires_grad]
+                    if o:
+                        torch.autograd.backward(o, [torch.ones_like(y) for y in o])
+
+    compile_cases(args.cases)
+    with (
+        tempfile.TemporaryDirectory() as cache,  # nobody may find kernels without machine code
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
+    ):
+        compile_cases(args.ptx)
     return int(failed)
 
 

@@ -39,9 +39,19 @@ MORE = (
 )
 
 
-def compiling(*arguments: str) -> list[dict[str, Any]]:
+PORTABLE = in_long(("fwd",), ("fwd", "dkdv"))
+WHOLE = (  # the kernels of PaTH in which ptxas 12.8 left out what sets a register, and the one with hardly any left
+    f"9.0:path bf16 64 narrow:({'|'.join(PORTABLE)})_portable",
+    "9.0:path bf16 64 gate$:block_fwd_hopper",
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """Few to machine code, the rest as far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, HERE / "compiling.py", *arguments], capture_output=True, text=True, env=env)
+    command = [sys.executable, HERE / "compiling.py", *WHOLE, "--ptx", *CASES, *in_long((), MORE)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert not [row for row in rows if "failed" in row]
     assert done.returncode == 0, done.stderr[-2000:]
@@ -49,21 +59,13 @@ def compiling(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
-    return compiling("--ptx", *CASES, *in_long((), MORE))
-
-
-PORTABLE = in_long(("fwd",), ("fwd", "dkdv"))
+def machine_code(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "reg" in row]
 
 
 @pytest.fixture(scope="module")
-def machine_code() -> list[dict[str, Any]]:
-    """The kernels of PaTH in which ptxas 12.8 left out what sets a register (``value_block``), and the one that has
-    hardly a register left."""
-    return compiling(
-        f"9.0:path bf16 64 narrow:({'|'.join(PORTABLE)})_portable", "9.0:path bf16 64 gate$:block_fwd_hopper"
-    )
+def compiled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "reg" not in row]
 
 
 def test_machine_code_sets_what_it_reads(machine_code: list[dict[str, Any]]) -> None:
@@ -109,10 +111,7 @@ def test_registers_that_nothing_has_written_are_found(old: str, new: str, unset:
 
 
 @pytest.mark.skipif(triton_version() not in GLUON, reason=f"the Gluon kernels are for Triton {GLUON}")
-def test_every_gluon_kernel_compiles_to_warpgroup_products(
-    compiled: list[dict[str, Any]], machine_code: list[dict[str, Any]]
-) -> None:
-    rows = [*compiled, *machine_code]
+def test_every_gluon_kernel_compiles_to_warpgroup_products(rows: list[dict[str, Any]]) -> None:
     products = {row["kernel"]: row["wgmma"] for row in rows if row["kernel"].endswith("hopper_kernel")}
     assert products == {
         "fox_fwd_hopper_kernel": 96,
