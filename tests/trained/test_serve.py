@@ -162,11 +162,13 @@ def test_what_prompts_have_in_common_is_read_once(client, loaded):
     assert body["choices"][0]["text"] == greedy(loaded, second, 12)
 
 
-def test_a_draft_changes_no_text_and_takes_its_memory_at_the_start(run, loaded):
+def test_a_draft_changes_no_text_and_takes_its_memory_at_the_start(run, loaded, monkeypatch):
     small = train(config_of(run.parent, "small", "model={hidden_size: 16, num_layers: 1, attention: mamba2}"))
     server = Serving(run, max_sequences=2, max_tokens=256, device="cpu", draft=small, draft_tokens=3).own_server(loaded)
     worker = server.config.app.state.worker
-    memory, requests = worker.generator.batch.draft, worker.generator.requests
+    memory, requests, asked = worker.generator.batch.draft, worker.generator.requests, []
+    propose = memory.propose
+    monkeypatch.setattr(memory, "propose", lambda *given: (asked.append(given[2]), propose(*given)))
 
     async def text(prompt):
         return "".join([one.text async for one in worker.pieces([WantedText(encode(prompt), 12, Sampling(0.0), ())])])
@@ -176,6 +178,7 @@ def test_a_draft_changes_no_text_and_takes_its_memory_at_the_start(run, loaded):
         assert [asyncio.run(text(prompt)) for prompt in PROMPTS] == [greedy(loaded, prompt, 12) for prompt in PROMPTS]
     finally:
         worker.close()
+    assert 3 in asked
     assert worker.generator.batch.draft is memory
     assert memory.model is worker.draft.model
     assert not requests
