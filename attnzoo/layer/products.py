@@ -58,7 +58,7 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
     of = [weights[name] for name in wide]
     if thin:
         of.append(torch.cat([weights[name] for name in thin]))
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(x.device.type)
         x, of = x.to(dtype), [one.to(dtype) for one in of]
     if (len(of) < 2 and not thin) or any(one.dtype != x.dtype for one in of):

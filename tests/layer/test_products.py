@@ -69,3 +69,15 @@ def test_maps_that_are_more_than_a_weight_are_left_to_be_called() -> None:
         assert products(x, made, "triton") == {}
         assert {*products(x, maps(), "triton")} == {"a", "b"}
     assert {*products(x.double(), maps(), "triton")} == set()
+
+
+def test_autocast_leaves_rows_in_float64_as_they_are() -> None:
+    x, made = torch.randn(2, 3, 6).double(), {name: one.double() for name, one in maps().items()}
+    with torch.autocast("cpu"):
+        known = products(x.requires_grad_(), made, "triton")
+        for name, y in known.items():
+            assert torch.equal(y, F.linear(x, made[name].weight))
+            assert y.dtype is torch.float64
+    assert {*known} == {*made}
+    with torch.autocast("cpu"):
+        assert products(x, maps(), "triton") == {}
