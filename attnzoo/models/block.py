@@ -61,8 +61,12 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.attention_norm = build_norm(config)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
+        try:
+            variant = get(layer.name)
+        except ValueError as error:
+            raise ValueError(f"attention: {error}") from error
         self.attention = build_attention(layer.name, **{**sizes, **from_file(layer.options)})
-        if not get(layer.name).causal:
+        if not variant.causal:
             why = "the model predicts the next token"
             raise ValueError(f"attention: expected causal variants ({why}), got {layer.name!r}")
         wide = config.mlp_size > 0

@@ -67,7 +67,7 @@ def test_an_owner_who_wants_no_other_kernels_gets_none(registered: list[Any], mo
 
 
 def test_the_proof_does_not_depend_on_the_default_device() -> None:
-    fla_mended.proven.cache_clear()
+    fla_mended._proven.cache_clear()
     with torch.device("meta"):
         assert fla_mended.proven((1, 2, 16, 16), torch.float16, torch.device(DEVICE))
 
@@ -85,7 +85,7 @@ def test_a_kernel_is_taken_where_it_agrees_with_its_definition(
         return found
 
     monkeypatch.setattr(fla_mended, "gradients", spoiled)
-    fla_mended.proven.cache_clear()
+    fla_mended._proven.cache_clear()
     assert fla_mended.proven((1, 2, 16, 16), torch.float16, torch.device(DEVICE)) == (wrong is None)
     assert ("is miscompiled here for G=1, H=2, K=16, V=16" in caplog.text) == (wrong is not None)
-    fla_mended.proven.cache_clear()
+    fla_mended._proven.cache_clear()
