@@ -87,12 +87,12 @@ def attention_times(model: nn.Module, tokens: torch.Tensor, batch: int) -> Resul
 
     def measure(layer: Attention, core: Projected) -> tuple[dict[str, float], dict[str, float]]:
         bound = layer.logit_bound(core.q.dtype)
-        q, k, v = (batched(x) for x in (core.q, core.k, core.v))
+        q, k, v, gate = *map(batched, (core.q, core.k, core.v)), core.gate.map(batched)
 
         def attend(prune: Prune | None) -> object:
             given = cast(SoftmaxOptions, layer.step_options(None if prune is None else bound))
             options = replace(given, prune=prune)
-            call = Call(q, k, v, core.gate.map(batched), None, False, options)
+            call = Call(q, k, v, gate, None, False, options)
             return dispatch.run(layer.variant, dispatch.choose(layer.variant, layer.impl, call), call)
 
         return kernel_times(lambda: attend(Prune())), kernel_times(lambda: attend(None))
