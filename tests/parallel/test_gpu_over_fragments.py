@@ -1,13 +1,14 @@
 """The kernels over fragments: two processes on one GPU, which tell each other through the host's memory."""
 
-import os
+import faulthandler
+import queue
 import traceback
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_processes_over_fragments import free_port
 
 from attnzoo import Gate, Prune, get
 from attnzoo.parallel import Fragments, collectives
@@ -16,8 +17,14 @@ from attnzoo.testing import relative_error
 
 pytestmark = pytest.mark.gpu
 T, H, G, K = 1536, 8, 4, 64
+LONGEST = 60  # seconds that a rank waits for the other; a case compiles kernels on both
 PRUNE = {"prune": Prune(1e-6)}
 CASES = {
+    "mamba2 by states": ("mamba2", "fla", "auto", {}),
+    "gated_deltanet by states": ("gated_deltanet", "fla", "auto", {"delta_rule": True}),
+    "kda by states": ("kda", "fla", "auto", {"delta_rule": True}),
+    "gla by states": ("gla", "fla", "auto", {}),
+    "gla by heads": ("gla", "fla", "heads", {}),
     "fox gathered": ("fox", "triton", "gather", {}),
     "fox in a window": ("fox", "triton", "gather", {"window": 300}),
     "fox pruned": ("fox", "triton", "pruned", PRUNE),
@@ -28,11 +35,6 @@ CASES = {
     "path_fox by heads": ("path_fox", "triton", "auto", PRUNE),
     "wall by heads": ("wall", "triton", "auto", {}),
     "path_fox pruned, without a kernel": ("path_fox", "parallel", "pruned", PRUNE),
-    "mamba2 by states": ("mamba2", "fla", "auto", {}),
-    "gated_deltanet by states": ("gated_deltanet", "fla", "auto", {"delta_rule": True}),
-    "kda by states": ("kda", "fla", "auto", {"delta_rule": True}),
-    "gla by states": ("gla", "fla", "auto", {}),
-    "gla by heads": ("gla", "fla", "heads", {}),
 }
 TABLES = (Fragments.zigzag([0, 700, T], 2), Fragments.of([(0, 100, 1), (100, 613, 0), (613, T, 1)], 2))
 
@@ -96,35 +98,49 @@ def errors(case):
         yield [relative_error(a, fragments.shard(b)) for a, b in zip(mine, whole, strict=True) if b.ndim > 1]
 
 
-def work(rank, port, results):
+def work(rank, file, asked, told):
+    """Answer each case that is asked with its errors, or with what went wrong, which ends this process."""
     try:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=LONGEST)
+        )
         through_the_host()
-        found = {}
-        for case in CASES:
-            if CASES[case][1] in get(CASES[case][0]).forms:
-                found[case] = list(errors(case))
-                print(case, found[case], flush=True)  # what was found before a run is cut off
-        results.put(found)
+        for case in iter(asked.get, None):
+            faulthandler.dump_traceback_later(LONGEST)  # where it waits
+            told.put(list(errors(case)))
+            faulthandler.cancel_dump_traceback_later()
     except Exception:
-        results.put(traceback.format_exc())
+        told.put(traceback.format_exc())
 
 
-def test_kernels_of_two_processes_give_what_one_does():
-    context = mp.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
-    for process in processes:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Two processes, with a queue to ask and one that answers."""
+    context, file = mp.get_context("spawn"), tmp_path_factory.mktemp("ranks") / "store"
+    found = []
+    for rank in range(2):
+        asked, told = context.Queue(), context.Queue()
+        process = context.Process(target=work, args=(rank, file, asked, told), daemon=True)
         process.start()
-    try:
-        for _ in processes:
-            found = results.get(timeout=300)
-            assert isinstance(found, dict), found
-            print(*(f"{case}: {rows}" for case, rows in found.items()), sep="\n")
-            for case, tables in found.items():
-                assert max(map(max, tables)) <= 0.03, (case, tables)  # bfloat16, relative to the largest entry
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
+        found.append((process, asked, told))
+    yield found
+    for process, asked, _ in found:
+        asked.put(None)
+        process.join(5)
+        process.terminate()
+
+
+@pytest.mark.parametrize("case", [case for case, (name, form, *_) in CASES.items() if form in get(name).forms])
+def test_kernels_of_two_processes_give_what_one_does(case, ranks):
+    for process, asked, _ in ranks:
+        assert process.is_alive(), "ended in an earlier case"
+        asked.put(case)
+    answers = []
+    for _, _, told in ranks:
+        try:
+            answers.append(told.get(timeout=2 * LONGEST))
+        except queue.Empty:
+            answers.append(f"no answer in {2 * LONGEST} seconds")
+    assert all(isinstance(tables, list) for tables in answers), "\n".join(map(str, answers))
+    print(case, answers)
+    assert max(max(map(max, tables)) for tables in answers) <= 0.03  # bfloat16, relative to the largest entry
