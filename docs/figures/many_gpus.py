@@ -36,7 +36,7 @@ FRAGMENTS = {  # as the log of FoX has them, in quarters of 131072 tokens: from,
     (3, 4): ("54.3 |", "189.2 |"),
 }
 RECORD = "2026-11-28-h200-context"
-LATER = "2026-11-29-h200-context"  # to which the model is not fitted
+LATER, LATEST = "2026-11-29-h200-context", "2026-11-29-h200-third-context"  # to which the model is not fitted
 SHARES = "2026-11-29-h200-shares"
 EXCHANGED = {  # what the record calls each transport
     ("gather", False): "gather",
@@ -46,7 +46,11 @@ EXCHANGED = {  # what the record calls each transport
     ("pruned", True): "ACP, pruned, zigzag",
 }
 TWO = (32768, 131072)  # tokens of the record
-SINCE = ((131072, "gather", False), (131072, "gather", True), (524288, "gather", True), (524288, "pruned", True))
+SINCE = (
+    *((tokens, "gather", pruned) for tokens in TWO for pruned in (False, True)),
+    *((524288, way, True) for way in ("gather", "pruned")),
+)
+AIMS = {(131072, "gather", False): 1.9, (131072, "gather", True): 1.8, (32768, "gather", True): 1.4}
 
 
 def measured(tokens: int, way: str, pruned: bool, of: str = "ms", record: str = RECORD) -> float:
@@ -254,8 +258,13 @@ def checked() -> str:
 
 
 def later(tokens: int, way: str, pruned: bool, of: str = "times_one") -> float:
-    """A number of the later record of two GPUs."""
+    """A number of the second record of two GPUs."""
     return measured(tokens, way, pruned, of, LATER)
+
+
+def latest(tokens: int, way: str, pruned: bool, of: str = "times_one") -> float:
+    """A number of the third record of two GPUs."""
+    return measured(tokens, way, pruned, of, LATEST)
 
 
 def certified(tokens: int) -> float:
@@ -263,19 +272,29 @@ def certified(tokens: int) -> float:
     return 2 * float(sent(tokens, 2).sum()) * KEY / 1e6
 
 
-def off(tokens: int, way: str, pruned: bool) -> float:
-    """By what part the model's gain is above the later record's."""
-    return gain(tokens, 2, way, pruned) / later(tokens, way, pruned) - 1
+def off(records: tuple[str, ...] = (LATER, LATEST)) -> float:
+    """By what part the model's gains of the table are at most off those of some records."""
+    known = [(gain(one[0], 2, *one[1:]), _recorded(one, record)) for one in SINCE for record in records]
+    return max(abs(modelled / found - 1) for modelled, found in known if found)
+
+
+def _recorded(one: tuple[int, str, bool], record: str) -> float | None:
+    """The gain of a record; none where it was not measured."""
+    known = {(row["way"], row["shape"][2]) for row in run(record)["rows"]}
+    return measured(*one, "times_one", record) if (EXCHANGED[one[1:]], one[0]) in known else None
 
 
 def since() -> str:
-    """Table of the later record of two GPUs beside the model, which is not fitted to it."""
-    titles = ["tokens", "transport", "one GPU, ms", "two, ms", "GB sent", "gain", "model, with handling", "off"]
+    """Table of the gains of two GPUs by all three records, beside what was aimed at and the model of the first."""
+    days = {RECORD: "28 November", LATER: "29 November", LATEST: "later that day"}
+    titles = ["tokens", "transport", *days.values(), "aimed at", "fragments allow", "model, with handling"]
     rows = []
-    for one in SINCE:
-        ms = [f"{later(*one, of):g}" for of in ("one_ms", "ms")]
-        found = [f"{later(*one, 'sent_MB') / 1e3:.2f}", f"{later(*one):.2f}", f"{gain(one[0], 2, *one[1:]):.2f}"]
-        rows.append([f"{one[0]}", f"{'ACP' if one[2] else 'dense'}, {one[1]}", *ms, *found, f"{100 * off(*one):+.1f}%"])
+    for tokens, way, pruned in SINCE:
+        one = (tokens, way, pruned)
+        cells = [_recorded(one, record) for record in days]
+        cells += [AIMS.get(one), share(tokens, 2, pruned) if tokens in TWO else None, gain(tokens, 2, way, pruned)]
+        shown = [f"{cell:.2f}" if cell else "" for cell in cells]
+        rows.append([f"{tokens}", f"{'ACP' if pruned else 'dense'}, {way}", *shown])
     return markdown(titles, rows)
 
 

@@ -259,11 +259,11 @@ def quoted(text: str, *, decimals: bool = False) -> list[str]:
     return [number.rstrip(",") for number in found]
 
 
-def traced(text: str) -> dict[str, str]:
-    """Shown number -> expression, of the comments in a text."""
+def traced(text: str) -> list[tuple[str, str]]:
+    """Shown numbers with their expressions, of the comments in a text."""
     lines = [line for block in TRACED.findall(text) for line in block.strip().splitlines()]
     pairs = [line.partition(" = ") for line in lines]
-    return {shown.strip(): expression.strip() for shown, _, expression in pairs}
+    return [(shown.strip(), expression.strip()) for shown, _, expression in pairs]
 
 
 def wrong(shown: str, expression: str) -> str:

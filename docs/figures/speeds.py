@@ -163,7 +163,8 @@ def layers() -> str:
 
 
 def gpt() -> str:
-    """A GPT's training with each attention: of each run, the newest first, what no newer one has."""
+    """A GPT's training with each attention: of each run, the newest first, what no newer one has. Shares are of SDPA
+    in the same run."""
     runs = records("gpt")
     timed = {(row["name"], row["mode"]) for _, record in runs for row in record["rows"]}
     modes = [mode for mode in MODES if (PLAIN, mode) in timed]
@@ -171,7 +172,7 @@ def gpt() -> str:
     newer: set[tuple[str, str]] = set()
     for folder, record in runs:
         rows = {(row["name"], row["mode"]): row for row in record["rows"]}
-        shown = {key: row for key, row in rows.items() if key not in newer or key[0] == PLAIN}
+        shown = {key: row for key, row in rows.items() if key not in newer}
         newer |= {*rows}
         for name in dict.fromkeys(name for name, _ in shown):
             cells = []

@@ -35,10 +35,10 @@ def quoted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_figure_of_a_page_is_what_its_record_says(quoted: ModuleType, page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     allowed = SHOWS_ITS_OUTPUT.get(page.relative_to(ROOT).as_posix(), set())
-    assert not [wrong for line in quoted.traced(text).items() if (wrong := quoted.wrong(*line))]
+    assert not [wrong for line in quoted.traced(text) if (wrong := quoted.wrong(*line))]
     for heading, section in quoted.sections(text):
         shown = quoted.quoted(section, decimals=page.name == "README.md")
-        assert not set(shown) - set(quoted.traced(section)) - allowed, f"{heading}: numbers without a source"
+        assert not set(shown) - set(dict(quoted.traced(section))) - allowed, f"{heading}: numbers without a source"
 
 
 def test_a_figure_without_a_record_is_found(quoted: ModuleType) -> None:
@@ -46,7 +46,7 @@ def test_a_figure_without_a_record_is_found(quoted: ModuleType) -> None:
     assert quoted.quoted(text) == ["2.27", "3", "4", "35%"]
     assert set(quoted.quoted(text, decimals=True)) == {"2.27", "0.5", "3", "4", "35%"}
     traced = quoted.traced(text + "<!-- traced\n2.27 = 2 + 0.274\n35% = 0.36\n4 = none\n-->\n")
-    assert [bool(quoted.wrong(*line)) for line in traced.items()] == [False, True, True]
+    assert [bool(quoted.wrong(*line)) for line in traced] == [False, True, True]
     assert quoted.wrong("1,234", "1234.4") == ""
     assert "expected the text" in quoted.wrong("7", 'logged("fox", "no such words 7")')
     assert "expected one row" in quoted.wrong("7", 'ms("2026-11-26-h200-fox", "ours")')
