@@ -91,11 +91,14 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
 @click.option(
     "--rates", type=PATH, help="A result.json, of another size, whose learning rates are taken, model by model."
 )
+@click.option(
+    "--resume-from", type=PATH, help="A result.json of this command, made elsewhere perhaps, whose runs count as done."
+)
 @CLAIM
 def run(
     name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
     minutes: float | None, only: tuple[str, ...], device: str | None, rates: Path | None,
-    claims: tuple[str, ...],
+    resume_from: Path | None, claims: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train, measure, judge every expectation, and write a page.
 
@@ -120,11 +123,15 @@ def run(
     asked += ["--seeds", str(seeds)] if seeds else []
     asked += ["--device", device] if device else []
     asked += ["--rates", str(rates)] if rates else []
+    asked += ["--resume-from", str(resume_from)] if resume_from else []
     asked += [word for claim in claims for word in ("--claim", claim)]
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
-    chosen = {run.arm: run.lr for run in load_outcome(rates).runs} if rates else {}
+    record = load_outcome(resume_from) if resume_from else None
+    given = load_outcome(rates) if rates else record
+    searched = {run.arm for run in record.tried} if record and not rates else set()
+    chosen = {run.arm: run.lr for run in given.runs if run.arm not in searched} if given else {}
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
-    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)
+    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only, record)
 
 
 @experiment.command()

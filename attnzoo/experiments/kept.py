@@ -15,11 +15,12 @@ from typing import Any
 
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
-from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size
-from attnzoo.experiments.outcome import Trained, best_rate, from_json
+from attnzoo.errors import unknown
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size, rate_in_words
+from attnzoo.experiments.outcome import Outcome, Trained, as_json, best_rate, from_json
 from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.probes import Probe
-from attnzoo.files import parse_json
+from attnzoo.files import parse_json, write_whole
 from attnzoo.training import newest_checkpoint
 from attnzoo.training.checkpoint import identity
 from attnzoo.training.config import TrainConfig
@@ -80,6 +81,32 @@ def further(losses: Mapping[float, float]) -> float | None:
     return min(x for x in steps if x > best * 1.001) if up else max(x for x in steps if x < best * 0.999)
 
 
+def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
+    """Put the runs of an earlier result into the plan's folder where it has none, as if they had been made there.
+
+    Raises:
+        ValueError: a run of another experiment, size, arm, seed or learning rate, or of other settings, text or probes.
+    """
+    for name, wanted in (("experiment", Path(plan.name).stem), ("size", plan.size)):
+        if (found := getattr(record, name)) != wanted:
+            raise ValueError(f"--resume-from: expected a result of the {name} {wanted!r}, got {found!r}")
+    for run in (*record.tried, *record.runs):
+        said = f"--resume-from: {run.arm}, seed {run.seed}, learning rate {rate_in_words(run.lr)}"
+        if run.arm not in experiment.arm_names:
+            raise unknown("arm", run.arm, experiment.arm_names, of="--resume-from")
+        if run.seed >= plan.seeds:
+            raise ValueError(f"{said}: expected seeds below {plan.seeds}; `--seeds {run.seed + 1}` takes this one")
+        if (chosen := plan.rates.get(run.arm, run.lr)) != run.lr:
+            raise ValueError(f"{said}: expected the learning rate of --rates, {rate_in_words(chosen)}")
+        folder, key = place(plan, experiment, experiment.arm(run.arm), run.lr, run.seed, run in record.tried)
+        if run.key != key:
+            why = "was of other settings, another text or other probes" if run.key else "has no digest of its settings"
+            raise ValueError(f"{said} {why}: expected runs as this command makes them")
+        known = known_run(folder, key)
+        if known is None or not (known.values or known.note):
+            keep(folder, run)
+
+
 def place(
     plan: Schedule, experiment: Experiment, arm: Arm, lr: float, seed: int, tries: bool = False
 ) -> tuple[Path, str]:
@@ -98,10 +125,18 @@ def place_before(plan: Schedule, experiment: Experiment, arm: Arm, seed: int) ->
     return place(plan, experiment, before, plan.grid(experiment, before)[0], seed)
 
 
+def keep(folder: Path, run: Trained) -> None:
+    """Save the numbers of a run in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"key": run.key, "weights": run.weights, "run": as_json(replace(run, key="", weights=""))}
+    write_whole(folder / MEASURED, json.dumps(kept, indent=1) + "\n")
+
+
 def known_run(folder: Path, key: str) -> Trained | None:
     """The saved numbers of a run; None without any, or where they have another key."""
     try:
-        return from_json(_kept(folder, key)["run"])
+        kept = _kept(folder, key)
+        return replace(from_json(kept["run"]), key=key, weights=kept.get("weights", ""))
     except (KeyError, TypeError, AttributeError, ValueError):
         return None
 

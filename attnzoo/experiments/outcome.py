@@ -37,6 +37,8 @@ class Trained:
         note: the reason why it has no numbers.
         date: date of the measurement, as 2026-01-31.
         guesses: errors of a constant answer: probe -> place -> guess. Empty where no answers are asked.
+        key: digest of its settings, text and probes.
+        weights: identity of the weights that were measured; empty if none were.
     """
 
     arm: str
@@ -50,6 +52,8 @@ class Trained:
     note: str = ""
     date: str = ""
     guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
+    key: str = ""
+    weights: str = ""
 
     def betters(self, probe: str, by: float = BETTER) -> bool:
         """Whether a probe's number, at any place, is better than a guess by ``by`` standard errors.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import os
 import time
@@ -22,17 +21,18 @@ from attnzoo.errors import unknown
 from attnzoo.experiments.asked import asked
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, power_of, rate_in_words
 from attnzoo.experiments.kept import (
-    MEASURED,
     finished,
+    keep,
     known_run,
     place,
     place_before,
+    take,
     tried_of,
     untried,
     weights_measured,
     weights_of,
 )
-from attnzoo.experiments.outcome import Outcome, Trained, as_json, save_outcome
+from attnzoo.experiments.outcome import Outcome, Trained, save_outcome
 from attnzoo.experiments.plan import Schedule, folder_of
 from attnzoo.experiments.probes import Probe, Probed
 from attnzoo.experiments.processes import gpus_of, run_tasks
@@ -58,7 +58,7 @@ PAGE, RESULT, SUMMARY = "report.html", "result.json", "result.md"
 
 def run_experiment(
     plan: Schedule, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
-    only: Sequence[str] = (),
+    only: Sequence[str] = (), record: Outcome | None = None,
 ) -> Path:  # fmt: skip
     """Train and measure the runs that are not finished, print the verdicts, and write a page.
 
@@ -74,6 +74,7 @@ def run_experiment(
         minutes: time after which running trainings are stopped; the page then has the finished ones.
         only: arms to train and measure, with those that they start from; empty for all. The page has the finished runs
             of other arms, too; the printed table has these arms alone.
+        record: an earlier result, of another machine perhaps, whose runs count as finished.
 
     Returns:
         The page, `report.html` in the plan's folder.
@@ -95,6 +96,8 @@ def run_experiment(
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first, operations = check_arms(plan, experiment)
     _check_text(experiment.probes, first)
+    if record is not None:
+        take(plan, experiment, record)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
     gpus = gpus_of(plan.device)
@@ -119,7 +122,7 @@ def run_experiment(
         raise TimeoutError(f"no model was trained and measured{when}; the same command goes on")
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
-        describe_machine(accelerator=not on_cpu),
+        describe_machine(accelerator=not on_cpu) | _before(record),
         to_yaml(replace(first, output_dir=os.path.relpath(first.output_dir, plan.out))), plan.seeds,
     )  # fmt: skip
     save_outcome(outcome, plan.out / RESULT)
@@ -136,6 +139,11 @@ def run_experiment(
     if failures:
         raise ChildProcessError("; ".join(failures))
     return page
+
+
+def _before(record: Outcome | None) -> dict[str, str]:
+    """What is said, beside the machine, of the runs of an earlier result."""
+    return {} if record is None else {"before": f"{len(record.runs)} runs on {', '.join(record.machine.values())}"}
 
 
 def run_rate(plan: Schedule, name: str, lr: float) -> Trained:
@@ -303,10 +311,8 @@ def run_once(
         raise CheckpointError(f"{error.found}. Give --out a new folder.") from error
     else:
         found = _measured(experiment, arm, config, size, measure)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = replace(found, date=datetime.date.today().isoformat())
-    kept = {"key": key, "weights": weights_of(folder), "run": as_json(found)}
-    write_whole(folder / MEASURED, json.dumps(kept, indent=1) + "\n")
+    found = replace(found, date=datetime.date.today().isoformat(), key=key, weights=weights_of(folder))
+    keep(folder, found)
     return found
 
 

@@ -457,3 +457,69 @@ def test_gains_of_both_sides_are_drawn_with_every_run(done):
     assert "What a part gains on either side" in page
     assert page.count("none, one head | fox") == 1
     assert page.count('class="heat"') == 1 + len(experiment.arms)  # the grid and a map for each arm
+
+
+def test_a_result_that_comes_from_elsewhere_is_gone_on_from(done, monkeypatch):
+    """Seeds of several sittings add up; a search of learning rates is not made again."""
+    whole = load_outcome(Path("out/result.json"))
+    part = replace(whole, runs=tuple(run for run in whole.runs if (run.arm, run.seed) != ("none, one head", 1)))
+    save_outcome(part, Path("part.json"))
+    shutil.rmtree("out")
+    trained, folders = running.train, []
+    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
+    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
+    result = CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert folders == ["out/none-one-head/lr0.1-seed1"]
+    again = load_outcome(Path("out/result.json"))
+    assert "--resume-from part.json" in again.command
+    assert again.machine["before"].startswith("3 runs on ")
+    for kind in ("runs", "tried"):
+        then, now = ([replace(run, date="", seconds=0.0) for run in getattr(of, kind)] for of in (whole, again))
+        assert now == then
+    result = CliRunner().invoke(app, command)  # the folder keeps them
+    assert len(folders) == 1
+
+
+def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypatch):
+    save_outcome(replace(load_outcome(Path("out/result.json")), tried=()), Path("part.json"))
+    shutil.rmtree("out")
+    monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
+    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
+    CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
+    assert len(load_outcome(Path("out/result.json")).runs) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda of: replace(of, size="gpu"), "--resume-from: expected a result of the size 'cpu', got 'gpu'"),
+        (lambda of: replace(of, experiment="parity"), "--resume-from: expected .* experiment 'mine', got 'parity'"),
+        (
+            lambda of: replace(of, runs=(replace(of.runs[0], arm="foxx"),)),
+            "unknown arm 'foxx' of --resume-from: .*'fox'",
+        ),
+        (lambda of: replace(of, runs=(replace(of.runs[0], seed=4),)), "fox, seed 4, .*: .*`--seeds 5` takes this one"),
+        (lambda of: replace(of, runs=(replace(of.runs[0], key="a"),)), "fox, seed 0, .* was of other settings, anoth"),
+        (lambda of: replace(of, runs=(replace(of.runs[0], key=""),)), "fox, seed 0, .* has no digest of its settings"),
+    ],
+)
+def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
+    outcome = replace(load_outcome(Path("out/result.json")), tried=())
+    with pytest.raises(ValueError, match=message):
+        start(done, record=change(outcome))
+
+
+def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
+    with pytest.raises(ValueError, match=r"fox, seed 0, learning rate .*: expected the learning rate of --rates, 0\.3"):
+        start(done, record=load_outcome(Path("out/result.json")), rates={"fox": 0.3})
+
+
+def test_a_row_of_fewer_seeds_than_planned_says_how_many(done):
+    outcome = load_outcome(Path("out/result.json"))
+    outcome = replace(outcome, runs=tuple(run for run in outcome.runs if (run.arm, run.seed) != ("fox", 1)))
+    page = markdown(find(done), outcome)
+    assert "| fox (1 of 2 seeds) |" in page
+    assert "| none, one head |" in page
+    assert "nan" not in page
+    assert "fox (1 of 2 seeds)</th>" in render_experiment(find(done), outcome)

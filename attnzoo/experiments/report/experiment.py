@@ -114,7 +114,8 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     lines.append("|---|---|" + "---|" * len(columns))
     for number, arm in enumerate(experiment.arms):
         cells = [" ".join(column["cells"][number]) for column in columns]
-        lines.append(f"| {arm.name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
+        name = f"{arm.name}{_fewer(outcome, arm)}"
+        lines.append(f"| {name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
     if any(column["guess"] for column in columns):
         lines.append(f"| *always the same answer* | | {' | '.join(column['guess'] for column in columns)} |")
     lines += ["", *(f"- *{probes}*: {meaning}" for meaning, probes in meanings_of(experiment).items()), "", TEST, ""]
@@ -127,7 +128,7 @@ def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
     """An arm's row of the table of numbers, for the terminal."""
     number, columns = experiment.arms.index(arm), _columns(experiment, outcome)
     cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}" for column in columns)
-    return f"{arm.name} (learning rate {_rate(outcome, arm)}): {cells}"
+    return f"{arm.name}{_fewer(outcome, arm)} (learning rate {_rate(outcome, arm)}): {cells}"
 
 
 def budget(experiment: Experiment, outcome: Outcome) -> str:
@@ -149,11 +150,18 @@ def _arm(experiment: Experiment, arm: Arm, kind: tuple[str, int, str], look: Loo
     side, pair, dual = kind
     runs = outcome.of(arm.name)
     return {
-        "name": arm.name, "side": side, "pair": pair, "dual": dual, "color": figures.THEME[look.color],
+        "name": arm.name, "fewer": _fewer(outcome, arm), "side": side, "pair": pair, "dual": dual,
+        "color": figures.THEME[look.color],
         "layers": layers_of(experiment, arm, outcome.size), "lr": _rate(outcome, arm),
         "parameters": f"{runs[0].parameters:,}" if runs else "–",
         "minutes": f"{sum(run.seconds for run in runs) / 60:.1f}",
     }  # fmt: skip
+
+
+def _fewer(outcome: Outcome, arm: Arm) -> str:
+    """How many runs an arm has, behind its name, where these are some of those planned."""
+    count = len(outcome.of(arm.name))
+    return f" ({count} of {outcome.planned} seeds)" if 0 < count < outcome.planned else ""
 
 
 def _rate(outcome: Outcome, arm: Arm) -> str:
@@ -185,7 +193,7 @@ def _cell(values: Array, percent: bool) -> tuple[str, str]:
     scale, digits = (100, 2) if percent else (1, 3)
     numbers = (scale * x for x in mean_error(values)[:2])
     mean, error = (f"{x:.1g}" if 0 < abs(x) < 0.5 * 10**-digits else f"{x:.{digits}f}" for x in numbers)
-    return f"{mean}{' %' if percent else ''}", f"± {error}"
+    return f"{mean}{' %' if percent else ''}", f"± {error}" if values.size > 1 else ""
 
 
 def _grids(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
