@@ -18,6 +18,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.parallel.collectives import together
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.heads import by_heads, by_tokens, dealt, unshared
 from attnzoo.parallel.keys import keys_after, with_earlier_keys
@@ -59,11 +60,12 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
         found = _whole(forms, form, by_heads(rows, fragments), fragments.borders)
         if isinstance(found, Tensor):
             return by_tokens(found, fragments, order)
-        return tuple(by_tokens(x, fragments, order) for x in found)
+        return together(*(by_tokens(x, fragments, order) for x in found))
     rows = replace(rows, gate=separated(rows.gate, rows.q, fragments))
     if isinstance(forms, LinearForms):
         return scan_states(forms, form, rows, fragments)[0]
-    return with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
+    found = with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
+    return found if isinstance(found, Tensor) else together(*found)
 
 
 def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[Any, Any]:
@@ -73,7 +75,10 @@ def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str
     if isinstance(forms, LinearForms):
         o, matrix = scan_states(forms, form, rows, fragments, ends=True)
         return o, RecurrentState(matrix, fragments.tokens)
-    return attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
+    o, cache = attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
+    kept = {name: x for name, x in vars(cache).items() if isinstance(x, Tensor)}
+    o, *found = together(o, *kept.values())
+    return o, replace(cache, **dict(zip(kept, found, strict=True)))
 
 
 def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragments: Fragments, transport: str) -> Any:

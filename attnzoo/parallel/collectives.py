@@ -59,6 +59,13 @@ def tied(x: Tensor, *knots: Tensor) -> Tensor:
     return cast(Tensor, _Tied.apply(x, *knots))  # type: ignore[no-untyped-call]
 
 
+def together(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of which each that a loss reads brings gradients to all, zeros perhaps: whichever of them a rank reads,
+    the gradients of all collectives before them are asked for."""
+    knots = {n: x[:0] for n, x in enumerate(xs) if x.requires_grad}
+    return tuple(tied(x, *(knots[m] for m in knots if m != n)) if n in knots else x for n, x in enumerate(xs))
+
+
 def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], works: Works | None = None) -> Tensor:
     """:func:`exchange` without a gradient; with ``works`` it may be read after its wait alone."""
     out = x.new_empty(sum(receives), *x.shape[1:])
