@@ -122,9 +122,10 @@ def curves_of(experiment: Experiment, rows: Sequence[GainBySize], side: str) -> 
         if kinds[row.lower.arm][0] == side
     ]
     every = np.concatenate([row.gains + sign * row.errors for row in rows for sign in (-1, 1)])
+    bases = {f" in {row.higher.probe} over {row.higher.arm}" for row in rows if kinds[row.lower.arm][0] == side}
     figure = figures.curves(
         lines, xlabel="trained weights", ylim=(min(0.0, float(every.min())), 1.06 * float(every.max())),
-        names_width=max(len(row.lower.arm) for row in rows),
+        names_width=max(len(row.lower.arm) for row in rows), ylabel=f"gain{bases.pop() if len(bases) == 1 else ''}",
     )  # fmt: skip
     [axes] = figure.axes
     ticks = np.unique(np.concatenate([line.x for line in lines]).round(2))

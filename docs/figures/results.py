@@ -22,7 +22,7 @@ from quoted import outcome
 from attnzoo.benchmarks.measure import markdown_table
 from attnzoo.experiments.experiment import Measured, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
-from attnzoo.experiments.report.outcome_figures import SIDES, picture
+from attnzoo.experiments.report.outcome_figures import GAINS, OVERLAY, RUNS, SIDES, picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- claims and pictures: python docs/figures/make.py results -->"
@@ -113,6 +113,10 @@ def with_claims(page: str) -> str:
     for question, experiments in QUESTIONS.items():
         parts += [f"### {question}", claims(experiments)]
     parts.append("## A picture of each")
+    parts.append(
+        f"In pictures of runs {RUNS}. In those of gains {GAINS}. Curves are {OVERLAY}. "
+        "Captions name the lowest and the highest mean."
+    )
     for experiments in QUESTIONS.values():
         parts += [part for name in experiments for part in _pictures(name)]
     return "\n\n".join(parts) + "\n"
@@ -165,14 +169,14 @@ def _pictures(name: str) -> list[str]:
         return []
     parts = [f"### {experiment.title}" + " {: #" + name.replace("_", "-") + " }"]
     for measured in experiment.measured:
-        _, words, reading = picture(experiment, outcome(name, measured.size))
-        words, reading = words[0].upper() + words[1:], reading[0].upper() + reading[1:]
+        _, words = picture(experiment, outcome(name, measured.size))
+        words = words[0].upper() + words[1:]
         command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
         record = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
         title = f"{experiment.title.rstrip('?')} ({measured.size})"
         parts.append(f"`{command}`, {record}, on {measured.machine}:")
         parts.append(f"![{title}. {words}](../figures/out/{drawing(name, measured)}.svg)")
-        parts.append(f"*{words}. {reading}.*")
+        parts.append(f"*`{measured.size}`. {words}.*")
         if measured.tried:
             remark = measured.tried.replace("\n", " ")
             parts.append(

@@ -177,6 +177,12 @@ def test_page_of_results_has_every_claim_and_picture_of_the_records(monkeypatch)
                 assert f"| {expectation.text} | {expectation.source} | " in page
 
 
+def test_every_picture_of_the_page_of_results_says_something_else():
+    page = (RESULTS / "index.md").read_text()
+    for found in (re.findall(rule, page, re.MULTILINE) for rule in (r"^\*(`.*`\. .*)\*$", r"^!\[(.*)\]\(")):
+        assert len(found) == len(set(found)) == sum(len(find(name).measured) for name in names())
+
+
 def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():
     for name, arm in (("learned_forgetting", "rope, discount"), ("forgetting_text", "discount"),
                       ("forgetting_ablations", "discount")):  # fmt: skip

@@ -57,8 +57,10 @@ def test_command_prints_and_draws_them(outcomes, tmp_path):
     ran = CliRunner().invoke(app, ["experiment", "sizes", *map(str, RECORDS), "--out", str(tmp_path)])
     assert ran.exit_code == 0
     assert re.search(r"fox below nope\s+0\.293 ± 0\.011\s+0\.329 ± 0\.013\s+0\.394 ± 0\.028\s+0\.039", ran.output)
-    for side, name in (("linear", "mamba2"), ("softmax", "fox")):
-        assert f">{name}<" in (tmp_path / f"factorial-{side}.svg").read_text()
+    for side, name, base in (("linear", "mamba2", "linear_attention"), ("softmax", "fox", "nope")):
+        drawn = (tmp_path / f"factorial-{side}.svg").read_text()
+        assert f">{name}<" in drawn
+        assert f">gain in loss over {base}<" in drawn
 
 
 def test_results_that_are_not_of_several_sizes_of_one_experiment_are_refused(outcomes):

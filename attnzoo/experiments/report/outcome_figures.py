@@ -16,7 +16,7 @@ from attnzoo.experiments.experiment import Arm, Experiment
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import Outcome
 from attnzoo.experiments.probes import Probe
-from attnzoo.experiments.statistics import Array
+from attnzoo.experiments.statistics import Array, correlation
 
 SIDES = ("softmax", "linear")
 RUNS = (
@@ -27,25 +27,51 @@ GAINS = "small dots are runs, large ones their means with standard errors; on th
 OVERLAY = "means of the seeds with their standard errors"
 
 
-def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str, str]:
-    """The main figure of an outcome, with its caption and a note on how to read it.
+def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
+    """The main figure of an outcome, with a caption that says what its numbers span.
 
     It is the first overlay, or the gains of both sides if the experiment has them, else every run at the last place of
     the first expectation.
     """
     if experiment.overlays:
-        return run_figures.overlay(overlaid(experiment, 0, outcome)), experiment.overlays[0].title, OVERLAY
+        shown, words = overlaid(experiment, 0, outcome), experiment.overlays[0].title
+        least = max(float(line.x.min()) for line in shown.lines)
+        means = {line.label: float(line.y[line.x == least][0]) for line in shown.lines if least in line.x}
+        words = f"{words} ({shown.ylabel}), at {100 * least:.3g}% ({shown.xlabel})"
+        return run_figures.overlay(shown), f"{words}: {_span(means, shown.percent)}"
     kinds, looks = kinds_and_looks(experiment)
     judged = experiment.judged(outcome.size)
     for each in judged:
         if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
-            return _gains_figure(each.claim, outcome, kinds, looks), "what a part gains on either side", GAINS
+            return _gains_figure(each.claim, outcome, kinds, looks), _gains_words(each.claim, outcome, kinds)
     about = judged[0].claim.values[-1]
     probe = next(probe for probe in experiment.probes if probe.name == about.probe)
     places = places_of(probe, outcome)
     at = about.at if about.at is not None or not places else places[-1]
     words = f"{probe.name} ({probe.places}: {at:g})" if len(places) > 1 else probe.name
-    return _runs_figure(experiment, probe, at, outcome, kinds, looks), words, RUNS
+    numbers = {arm.name: outcome.values(Value(arm.name, probe.name, at)) for arm in experiment.arms}
+    means = {
+        name: float(found[np.isfinite(found)].mean()) for name, found in numbers.items() if np.isfinite(found).any()
+    }
+    return _runs_figure(experiment, probe, at, outcome, kinds, looks), f"{words}: {_span(means, probe.percent)}"
+
+
+def _gains_words(claim: Correlated, outcome: Outcome, kinds: dict[str, tuple[str, int, str]]) -> str:
+    """Which part gains most on either side, and how the gains of both correlate."""
+    gains = one, other = [each.mean(1) for each in claim.gains(outcome.values)]
+    most = [
+        f"by {claim.pairs[int(each.argmax())][side]} on the {kinds[claim.bases[side]][0]} side ({each.max():.2f})"
+        for side, each in enumerate(gains)
+    ]
+    r, _ = correlation(one, other, claim.parts)
+    return f"gain in {claim.probe} of {len(claim.pairs)} pairs, most {' and '.join(most)}; r = {r:.2f}"
+
+
+def _span(means: dict[str, float], percent: bool) -> str:
+    """From which to which number the means go, and whose these are."""
+    ends = [pick(means, key=lambda name: means[name]) for pick in (min, max)]
+    shown = [f"{100 * means[name]:.0f}%" if percent else f"{round(means[name], 2) + 0:.2f}" for name in ends]
+    return " to ".join(f"{number} ({name})" for number, name in zip(shown, ends, strict=True))
 
 
 def kinds_and_looks(experiment: Experiment) -> tuple[dict[str, tuple[str, int, str]], dict[str, Look]]:
