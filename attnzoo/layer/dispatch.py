@@ -66,6 +66,14 @@ def _made(forms: FormSet, brief: bool) -> list[str]:
     return [form for form in KERNELS if form in forms.forms and (brief or not is_brief(forms, form))]
 
 
+def of_all_ranks(variant: Variant, form: str, call: Call) -> str:
+    """The form, and in place of a kernel for a few tokens the one for more, as other ranks may have more."""
+    if not is_brief(variant.form_set, form):
+        return form
+    made = _made(variant.form_set, brief=False)
+    return next((name for name in made if not passed_over(variant, name, call)), REFERENCE)
+
+
 def missed(variant: Variant, call: Call) -> str:
     """The reasons why ``auto`` runs no kernel on a GPU, with remedies; "" where it runs one."""
     if not on_gpu(call.q):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.values import as_given
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.untraced import untraced
+from attnzoo.layer.dispatch import of_all_ranks
 from attnzoo.layer.stream import OwnCore
 from attnzoo.parallel.attention import attend, read
 from attnzoo.parallel.collectives import tied
@@ -71,6 +72,7 @@ class SharedStream(OwnCore):
         if keys_per_token > 1:
             fragments = fragments.repeat(keys_per_token)
         with as_given(call.q):
+            form = of_all_ranks(variant, form, call)
             rows = Rows(call.q, call.k, call.v, call.gate, call.options)
             if self.cache is None:
                 return attend(variant.form_set, form, rows, fragments, transport)

@@ -78,7 +78,8 @@ def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str
     o, cache = attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
     kept = {name: x for name, x in vars(cache).items() if isinstance(x, Tensor)}
     o, *found = together(o, *kept.values())
-    return o, replace(cache, **dict(zip(kept, found, strict=True)))
+    tied: dict[str, Any] = dict(zip(kept, found, strict=True))
+    return o, replace(cache, **tied)
 
 
 def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragments: Fragments, transport: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnzoo.forms.backends import fla_tuning
 
@@ -200,6 +201,23 @@ def test_one_process_measures_and_the_others_wait(tuner: Any) -> None:
     fla_tuning._alone("kernel", look_up, "second")
     first.join()
     assert order == ["first begins", "first ends", "second begins", "second ends"]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_process_that_takes_the_lock_has_no_collective_under_way(
+    connected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measuring waits for the whole GPU, and a collective on it for a process that may wait for the lock."""
+    events: list[str] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: connected)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("ended"))
+    lock = fla_tuning._lock
+    monkeypatch.setattr(fla_tuning, "_lock", lambda path: events.append("locks") or lock(path))
+    fla_tuning._alone("kernel", lambda: events.append("looks up"))
+    assert events == ["ended"] * connected + ["locks", "looks up"]
 
 
 def test_a_folder_that_cannot_be_locked_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,6 +67,23 @@ def test_a_layer_on_two_ranks_is_the_layer(case):
         assert_all_close({n: found[0][1][n] + found[1][1][n] for n in expected}, expected, 1e-9)
 
 
+def test_a_rank_with_so_few_tokens_that_another_kernel_takes_them_sends_what_all_send(monkeypatch):
+    """Of packed documents without a decay kernels exchange heads, and the reference sends states."""
+    attn, x = layer("deltanet"), rows(1, T)
+    fragments = Fragments.of([(0, 3, 0), (3, T, 1)], 2, [0, 8, T])
+    by_tokens = {3: "triton", T - 3: "reference"}  # as a GPU has it without flash-linear-attention
+    monkeypatch.setattr("attnzoo.layer.attention.chosen", lambda _v, _i, call, *_: by_tokens[call.q.shape[1]])
+
+    def rank(_):
+        with torch.no_grad(), context_parallel(fragments):
+            return attn(fragments.shard(x))
+
+    found = torch.cat(on_ranks(2, rank), 1)
+    monkeypatch.undo()
+    whole = attn(x, cu_seqlens=torch.tensor(fragments.borders))
+    assert (found - whole).abs().max() <= 1e-10 * whole.abs().max()
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_hybrid_model_on_two_ranks_has_the_same_loss_and_gradients(recompute):
     layers = ["gated_deltanet", {"name": "fox", "options": {"block": "pro"}}]

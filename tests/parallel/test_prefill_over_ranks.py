@@ -63,6 +63,14 @@ def test_a_prompt_that_cannot_be_shared_is_refused_by_name():
     model = build(**LAYERS["fox-pro-acp"])
     with pytest.raises(ValueError, match="over: expected None with evict"):
         Generator(model, 1, 8, evict=1e-3).share(object())
+    generator = Generator(build(**LAYERS["hybrid"]), 1, 8)
+    generator.remember(1)
+    with pytest.raises(ValueError, match="over: expected None with remember"):
+        generator.share(object())
+    generator.remember(0)
+    generator.share(object())
+    with pytest.raises(ValueError, match="limit: expected 0 with share, .* got 1"):
+        generator.remember(1)
     with pytest.raises(ValueError, match="cache: expected an empty one that keeps all of one text .* got documents"):
         prefill(model, prompt(T)[None], Fragments.contiguous([0, 5, T], 1))
     with pytest.raises(ValueError, match="x: expected 23 tokens along axis 1"):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.together import can_compile_together, compiled_together
 
@@ -175,7 +177,13 @@ def _folder() -> Path:
 
 
 def _alone(name: str, look_up: Callable[..., Any], *args: Any) -> Any:
-    """Run ``look_up`` while no other process tunes the same kernel; processes that waited find its result."""
+    """Run ``look_up`` while no other process tunes the same kernel; processes that waited find its result.
+
+    What the GPU was given ends before: a collective in it may wait for a process that will wait for the lock.
+    """
+    connected = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if connected and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
     with _lock(_folder() / f"attnzoo-{name}.lock"):
         return look_up(*args)
 

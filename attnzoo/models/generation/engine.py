@@ -108,8 +108,8 @@ class Generator:
                 goes first. 0 keeps nothing.
 
         Raises:
-            ValueError: a negative number, or a generator that evicts or forgets keys, where a later prompt may need
-                what is gone.
+            ValueError: a negative number, a generator that evicts or forgets keys, where a later prompt may need what
+                is gone, or one that shares its prompts.
         """
         check_kinds({"limit": limit}, {"limit": "int"})
         check_least(0, limit=limit)
@@ -117,6 +117,8 @@ class Generator:
             raise ValueError(
                 f"limit: expected 0 with {why}, whose states depend on when keys were given up, got {limit}"
             )
+        if limit and self.prefill.over is not None:
+            raise ValueError(f"limit: expected 0 with share, whose ranks all read a prompt or none, got {limit}")
         self.prefill.prefixes.limit = limit * 2**20
         self.prefill.prefixes.trim()
 
@@ -129,10 +131,12 @@ class Generator:
             over: their process group or one-dimensional device mesh; None: this process reads alone.
 
         Raises:
-            ValueError: a generator that evicts or forgets keys.
+            ValueError: a generator that evicts, forgets keys or remembers prompts.
         """
         if over is not None and (why := self.prefill.whole()):
             raise ValueError(f"over: expected None with {why}, for which one process reads a prompt whole")
+        if over is not None and self.prefill.prefixes.limit:
+            raise ValueError("over: expected None with remember, as a rank may remember what another has to read")
         self.prefill.over = over
 
     def add(
