@@ -13,7 +13,7 @@ from pages import FENCE, GENERATED
 from attnzoo.cli import app
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.experiments.builtin import built_in, find_config
-from attnzoo.experiments.compare import CompareConfig
+from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import presets
 
 ROOT = Path(__file__).parents[2]
@@ -80,3 +80,11 @@ def test_a_command_that_is_none_is_found(line: str, tmp_path: Path) -> None:
     page.write_text(f"```bash\nX=1 attnzoo {line} > file  # a remark\n```\n")
     with pytest.raises((AssertionError, click.UsageError, ValueError)):
         check(*commands(page))
+
+
+def test_runs_of_the_demo_on_pages_are_those_that_make_demo_writes() -> None:
+    config = load_config(built_in("compare")["demo"], schema=CompareConfig)
+    written = {f"{config.output_dir}/{run.key}" for run in plan(config)}
+    named = {run for page in PAGES for run in re.findall(r"runs/demo/[\w.=-]*\w(?![\w.])", page.read_text())}
+    assert f"{config.output_dir}/fox" in named
+    assert named - {f"{config.output_dir}/report.html"} <= written
