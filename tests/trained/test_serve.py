@@ -8,6 +8,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.client import HTTPConnection
@@ -351,14 +353,57 @@ def test_a_port_in_use_and_an_engine_that_is_not_there_are_one_line(run):
 
 def test_vllm_is_told_of_the_folder_the_dtype_as_stored_and_the_limits(run, monkeypatch):
     asked, real = [], importlib.util.find_spec
-    monkeypatch.setattr(server, "run_until_signal", asked.append)
+    monkeypatch.setattr(server, "run_until_signal", lambda *given: asked.append(given) or [given[-1]])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: real("sys" if name == "vllm" else name, *of))
     lines = list(Serving(run, port=0, max_tokens=64).run())
-    assert lines[0].startswith("vLLM serves fox. ")
+    assert lines[0].startswith("vLLM serves fox once it has started. ")
     assert lines[1].startswith("curl http://127.0.0.1:")
-    (words,) = asked
+    ((words, address, _),) = asked
+    assert lines[1].startswith(f"curl {address}/")
     told = {"serve", str(exported(run)), "--dtype=float32", "--served-model-name=fox", "--max-model-len=64"}
     assert told <= {*words}
+
+
+SLOW = """
+import http.server, sys, time
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+time.sleep(0.5)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+def test_the_line_comes_once_the_server_answers_and_it_ends_with_the_process_that_started_it():
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    code = "from attnzoo.trained.serving.server import run_until_signal as run\n"
+    code += f"for line in run([{sys.executable!r}, '-c', {SLOW!r}, '{port}'], 'http://127.0.0.1:{port}', 'it answers'):"
+    code += " print(line, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "it answers\n"
+        HTTPConnection("127.0.0.1", port, timeout=5).request("GET", "/health")
+        parent.kill()
+        for _ in range(100):
+            try:
+                listen("127.0.0.1", port).close()
+            except ValueError:
+                time.sleep(0.05)
+            else:
+                break
+        else:
+            raise AssertionError("the server has outlived its parent")
+
+
+def test_a_server_that_fails_before_it_answers_gives_no_line():
+    lines = server.run_until_signal([sys.executable, "-c", "raise SystemExit(3)"], "http://127.0.0.1:9", "no")
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with pytest.raises(UnavailableError, match="exit code 3"):
+            next(lines)
+    finally:
+        for each, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(each, handler)
 
 
 def test_a_model_that_vllm_cannot_serve_is_refused_with_the_reason(tmp_path, monkeypatch):

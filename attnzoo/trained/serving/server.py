@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import importlib.util
@@ -12,8 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,9 +92,8 @@ class Serving:
                 yield from self._run_own(listening, reason or "as --engine attnzoo asks")
                 return
             folder, port = exported(self.source), listening.getsockname()[1]
-        yield f"vLLM serves {self.name}. {DIFFERENCE}: --engine attnzoo."
-        yield self.curl(port)
-        run_until_signal(self.vllm_words(folder, port))
+        yield f"vLLM serves {self.name} once it has started. {DIFFERENCE}: --engine attnzoo."
+        yield from run_until_signal(self.vllm_words(folder, port), self.address(port), self.curl(port))
 
     def against_vllm(self) -> str:
         """Why vLLM does not serve this; empty where it does."""
@@ -126,10 +129,14 @@ class Serving:
 
     def curl(self, port: int) -> str:
         """A command line that asks the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions"
         body = json.dumps({"model": self.name, "prompt": "Once upon a time", "max_tokens": 40}, ensure_ascii=False)
-        return shlex.join(["curl", address, "-H", "Content-Type: application/json", "-d", body])
+        words = [f"{self.address(port)}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+        return shlex.join(["curl", *words])
+
+    def address(self, port: int) -> str:
+        """The server's address for a program on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _run_own(self, listening: socket.socket, reason: str) -> Iterator[str]:
         import torch
@@ -231,15 +238,35 @@ def dtype_of(source: Path) -> str:
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
-def run_until_signal(words: list[str]) -> None:
-    """Run a command, to which the signals that end this process are handed on.
+def run_until_signal(words: list[str], address: str, line: str) -> Iterator[str]:
+    """Run a server, to which the signals that end this process are handed on; ``line`` comes once it answers.
+
+    It is ended with this process, also where this one is killed.
 
     Raises:
         UnavailableError: it has failed.
     """
-    with subprocess.Popen(words) as process:
+    with subprocess.Popen(words, preexec_fn=_end_with_parent) as process:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda number, _: process.send_signal(number))
+        while process.poll() is None and not _answers(address):
+            time.sleep(0.5)
+        if process.returncode is None:
+            yield line
         code = process.wait()
     if code not in (0, -signal.SIGINT, -signal.SIGTERM, 130):
         raise UnavailableError(f"vLLM has ended with exit code {code}")
+
+
+def _end_with_parent() -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux
+    if prctl is not None:
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
+            return bool(reply.status == HTTPStatus.OK)
+    except OSError:
+        return False
