@@ -10,7 +10,7 @@ import torch
 
 from attnzoo import build_attention
 from attnzoo.models.vllm.refusals import check_layers, refusal
-from attnzoo.models.vllm.storage import storage_of
+from attnzoo.models.vllm.storage import storage_of, storages_of
 
 
 def layer(name: str, **options: Any) -> Any:
@@ -45,6 +45,19 @@ def test_keys_and_state_of_a_layer(name: str, options: Any, kv_heads: int, key_d
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
     assert not ends or ends[-1][1] <= found.bytes
     assert all(at % slot.dtype.itemsize == 0 for slot, at in found.places())
+
+
+def test_layers_with_keys_store_equally_many_heads_of_them() -> None:
+    layers = [
+        layer("fox", num_kv_heads=2),
+        layer("mamba2"),
+        layer("rope", num_kv_heads=1),
+        layer("rope", num_kv_heads=4),
+    ]
+    found = storages_of(layers, 3)
+    assert [(one.kv_heads, one.key_dim) for one in found] == [(4, 8 + 3), (0, 0), (4, 8), (4, 8)]
+    assert [one.kv_heads for one in storages_of(layers[:3], 3)] == [2, 0, 2]
+    assert [one.kv_heads for one in storages_of(layers[1:2], 3)] == [0]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_norm": True,
         "norm_kind": "layer",
     },
+    "heads_of_keys": {  # unlike from layer to layer, of odd sizes
+        "attention": [
+            {"name": "fox", "options": {"block": "pro", "num_kv_heads": 2, "head_dim": 10, "value_dim": 22}},
+            {"name": "mamba2", "options": {"head_dim": 12, "value_dim": 20, "num_qk_heads": 2}},
+            {"name": "rope", "options": {"num_kv_heads": 3, "head_dim": 14, "window": 70}},
+            {"name": "gated_deltanet", "options": {"head_dim": 18, "value_dim": 22}},
+            {"name": "fox_rope", "options": {"gate": ["selective", "forget"], "num_kv_heads": 1}},
+        ],
+        "num_heads": 6,
+        "hidden_size": 60,
+    },
     "linear_and_fox": {"attention": ["mamba2", {"name": "fox", "options": {"block": "pro"}}, "gated_deltanet"]},
     "qwen3_next": {"attention": [*[{"name": "gated_deltanet", "options": QWEN_LINEAR}] * 3, QWEN_ROPE]},
 }

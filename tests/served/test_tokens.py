@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
 PAGES = {
     "fox_window": 12,
     "hybrid": 40,
+    "heads_of_keys": 44,
     "linear_and_fox": 13,
 }  # or 28: so few that four sequences of 250 tokens have no room
 

@@ -12,7 +12,7 @@ import torch
 from attnzoo.forms.backends.sdpa import CHANNELS, WIDTH
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.hf.config import AttnzooConfig
-from attnzoo.models.vllm.storage import Storage, layers_of, storage_of
+from attnzoo.models.vllm.storage import Storage, layers_of, storages_of
 
 
 class ServedConfig(AttnzooConfig):
@@ -72,4 +72,4 @@ def width_of(channels: int) -> int:
 @lru_cache(maxsize=8)
 def _storages(fields: str, dtype: torch.dtype, channels: int) -> tuple[Storage, ...]:
     config = ModelConfig(**json.loads(fields))
-    return tuple(storage_of(layer, channels, mixes=config.mlp_mix) for layer in layers_of(config, dtype))
+    return storages_of(layers_of(config, dtype), channels, config.mlp_mix)

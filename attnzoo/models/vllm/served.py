@@ -71,7 +71,7 @@ class ServedLayer(nn.Module):
         super().__init__()
         config, settings = layer.config, vllm_config.model_config.hf_config
         self.scale = config.key_dim**-0.5 if layer.scale is None else layer.scale
-        self.channels, self.impl = settings.gate_channels, layer.impl
+        self.channels, self.kv_heads, self.impl = settings.gate_channels, storage.kv_heads, layer.impl
         self.states = States(storage, settings.state_bytes, vllm_config, f"{prefix}.state") if storage.slots else None
         self.paged: PagedAttention | None = None
         if storage.kv_heads:
@@ -87,14 +87,13 @@ class ServedLayer(nn.Module):
         sums of the gates."""
         if variant.side == "linear":
             return recur(stream, variant, self.impl, call, keys_per_token)
-        q, k, v, gate, place = call.q, call.k, call.v, call.gate, stream.place + 1
+        q, k, v, gate, place = call.q, expand_heads(call.k, self.kv_heads), call.v, call.gate, stream.place + 1
         H, V, dtype = q.shape[2], v.shape[3], v.dtype
         if gate.angle is not None:
             shared = gate.angle.ndim == 1
             phase = place[:, None, None] * gate.angle.double() if shared else stream.running(PHASE, gate.angle[0])
-            k, wide = expand_heads(k, max(k.shape[2], phase.shape[1])), compute_dtype(q)
-            q, k = rotate_all(phase[None], q.to(wide), k.to(wide))
-        q, k, v = q.to(dtype), k.to(dtype), expand_heads(v, k.shape[2])
+            q, k = rotate_all(phase[None], q.to(compute_dtype(q)), k.to(compute_dtype(q)))
+        q, k, v = q.to(dtype), k.to(dtype), expand_heads(v, self.kv_heads)
         if gate.log_decay is not None:
             g = gate.log_decay.clamp(min=CLOSED_AS)
             sums = place[:, None] * g.double() if g.ndim == 1 else stream.running(SUMS, g[0])

@@ -55,9 +55,6 @@ class AtStart(VerifyAndUpdateConfig):  # type: ignore[misc]
             raise ValueError(f"--max-model-len: expected at most {known} (learned_positions), got {tokens}")
         layers = layers_of(model.hf_config.native())
         check_layers(layers, model.dtype)
-        heads = {storage.kv_heads for storage in model.hf_config.storages() if storage.kv_heads}
-        if len(heads) > 1:
-            raise ValueError(f"num_kv_heads: expected as many in all layers with keys, got {sorted(heads)}")
         if any("log_decay" in layer.variant.requires and layer.variant.side == "softmax" for layer in layers):
             if cache.cache_dtype.startswith("fp8"):
                 raise ValueError(f"--kv-cache-dtype: expected auto (the keys hold sums), got {cache.cache_dtype!r}")

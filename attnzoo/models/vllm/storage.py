@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,13 +60,26 @@ class Storage:
         return sum(-(-slot.bytes // ALIGNED) * ALIGNED for slot in self.slots)
 
 
-def storage_of(layer: Attention, channels: int, mixes: bool = False) -> Storage:
+def storages_of(layers: Sequence[Attention], channels: int, mixes: bool = False) -> tuple[Storage, ...]:
+    """The storage of each layer of a model; those with keys have equally many heads of them, as one page holds all.
+
+    Args:
+        layers, channels, mixes: see :func:`storage_of`.
+    """
+    own = [storage_of(layer, channels, mixes) for layer in layers]
+    shared = math.lcm(*(one.kv_heads for one in own if one.kv_heads))
+    each = zip(layers, own, strict=True)
+    return tuple(storage_of(layer, channels, mixes, shared) if one.kv_heads else one for layer, one in each)
+
+
+def storage_of(layer: Attention, channels: int, mixes: bool = False, kv_heads: int = 1) -> Storage:
     """The storage of a layer, which projects one token to see what it keeps; no values are read.
 
     Args:
         layer: on any device, also the meta device.
         channels: of each running sum of log decays.
         mixes: whether the MLP after it mixes each token with the one before.
+        kv_heads: heads of keys that it stores at least, which the number of query heads is a multiple of.
     """
     weight, D = layer.q_proj.weight, layer.config.hidden_size
     stream = Stream(None, LayerCache(), (1, 1), weight.device)
@@ -78,7 +91,7 @@ def storage_of(layer: Attention, channels: int, mixes: bool = False) -> Storage:
     if layer.variant.side == "linear":
         matrix = layer._core(made, stream)[1].matrix
         return Storage(0, 0, (*slots, Slot(MATRIX, tuple(matrix.shape[1:]), matrix.dtype)))
-    H, G, angle, decay = q.shape[2], k.shape[2], gate.angle, gate.log_decay
+    H, G, angle, decay = q.shape[2], max(k.shape[2], kv_heads), gate.angle, gate.log_decay
     if angle is not None and angle.ndim > 1:
         slots.append(Slot(PHASE, tuple(angle.shape[2:]), torch.float64))
         G = max(G, angle.shape[2])
