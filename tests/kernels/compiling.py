@@ -41,7 +41,7 @@ from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.decode import api as page_api
 from attnzoo.kernels.decode import path_pages, step
 from attnzoo.kernels.fox import api as fox
-from attnzoo.kernels.linear import chunk_api, delta_backward, segments
+from attnzoo.kernels.linear import chunk_api, delta_backward, pair_backward, segments
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
@@ -121,6 +121,15 @@ def delta_chunks(dtype: torch.dtype, K: int) -> list[Tensor]:
     rows, states = torch.empty(2, 128, 3, K, dtype=dtype), torch.empty(2, 2, 3, K, K, dtype=dtype)
     x = delta_backward.DeltaChunks(*[rows] * 6, states, states, torch.empty(2, 128, 3))
     return list(delta_backward.delta_gradients(x, 1.0, None, None))
+
+
+def delta_pairs(dtype: torch.dtype, K: int) -> list[Tensor]:
+    """The backward of the pairs of a delta rule with a decay per channel, packed and not."""
+    row, wide, pairs = torch.empty(1, 128, 3, K, dtype=dtype), torch.empty(1, 128, 3, K), torch.empty(1, 128, 3, 64)
+    x = pair_backward.Pairs(row, row, wide, row[..., 0].contiguous(), pairs, pairs, wide, wide, wide[..., 0], wide)
+    borders = torch.tensor([0, 100, 128])
+    pair_backward.pair_gradients(x, borders, torch.tensor([[0, 0], [0, 1], [1, 0]]))
+    return list(pair_backward.pair_gradients(x, None, None))
 
 
 def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -283,6 +292,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, *long)
             if dtype != torch.float32:
                 yield f"linear {kind} {K} delta chunks", functools.partial(delta_chunks, dtype, K)
+                yield f"linear {kind} {K} delta pairs", functools.partial(delta_pairs, dtype, K)
             for V in (32, K):
                 yield (
                     f"linear {kind} {K} chunks of {V}",

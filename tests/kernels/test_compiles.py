@@ -31,7 +31,7 @@ CASES = (  # of each kind of GPU
 )
 MORE = (
     "8.9:wall bf16 64 gate$:carry_bwd",
-    "9.0:linear bf16 128 (delta chunks|chunks (of 128|split))",
+    "9.0:linear bf16 128 (delta (chunks|pairs)|chunks (of 128|split))",
     "8.6:linear fp32 128 chunks of 128:chunk_output",
     "9.0:fox bf16 64 retention$:portable",
     "10.0:fox bf16 64 gate$:fwd",

@@ -26,7 +26,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.values import OPAQUE, in_transform, records
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla_mended, fla_steps
+from attnzoo.forms.backends import fla_mended, fla_pairs, fla_steps
 from attnzoo.forms.backends.fla_tuning import all_tiles, shorten, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
@@ -291,6 +291,8 @@ def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
 def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_kda``, for the delta rule with a decay per channel and perhaps a scalar decay."""
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
+    if torch.is_grad_enabled() and fla_pairs.serves(x.q) and fla_pairs.register():
+        fla_pairs.proven((x.q.shape[2], x.q.shape[2], x.q.shape[3]), x.q.dtype, x.q.device)  # not in a backward pass
     return _op("kda", "chunk_kda")(x.q, x.k, x.v, g=_channels(x), beta=beta, **x.options)
 
 

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -139,25 +139,23 @@ def _proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.
     return True
 
 
-@functools.cache
-def register() -> bool:
-    """Give the library the kernel; False where it takes none: by the owner's wish, or as its release cannot."""
+def hand_over(operation: str, name: str, verifier: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """Give the library a function of ours in place of its ``name`` where the verifier says so; False where it takes
+    none: by the owner's wish, or as its release cannot."""
     try:
         backends: Any = importlib.import_module("fla.backends")
-        importlib.import_module("fla.ops.common.backends")
+        importlib.import_module(f"fla.ops.{operation}.backends")
     except ImportError:
         return False
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return False
-
-    class Backend(backends.BaseBackend):  # type: ignore[misc]
-        backend_type, priority = NAME, 9  # behind all others
-
-        def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
-            return verified(**given)
-
-        def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return gradients(**given)
-
-    backends.register("common")(Backend)
+    calls = {f"{name}_verifier": staticmethod(verifier), name: staticmethod(function)}
+    last = {"backend_type": NAME, "priority": 9}  # behind all others
+    backends.register(operation)(type("Backend", (backends.BaseBackend,), calls | last))
     return True
+
+
+@functools.cache
+def register() -> bool:
+    """Give the library the kernel, where it takes one."""
+    return hand_over("common", "chunk_bwd_dqkwg", verified, gradients)

@@ -1,0 +1,136 @@
+"""A kernel of ours in place of flash-linear-attention's slowest one of KDA, on Hopper GPUs: the gradients of q, k,
+decays and strengths from pairs of tokens of a chunk. It is taken for heads for which it agrees with its definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms.backends.fla_mended import CHUNK, chunks_of, hand_over
+from attnzoo.kernels.common.device import machine
+from attnzoo.kernels.common.recording import recorders
+
+logger = logging.getLogger("attnzoo.fla")
+
+MOST_ERROR = 2**-9  # of the kernel, relative, by norms
+ARGUMENTS = ("q", "k", "g", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg")  # by that library's names
+CLOSED = -115.0  # log2 of a decay that is next to nothing
+
+
+def serves(q: Tensor) -> bool:
+    """Whether the kernel is made for the GPU and dtype of q."""
+    return q.is_cuda and machine(q.device).hopper and q.dtype != torch.float32
+
+
+def verified(
+    q: Tensor, g: Tensor, dAqk: Tensor, dAkk: Tensor, chunk_size: int = 64, use_graph: bool = False, **others: Any
+) -> tuple[bool, str | None]:
+    """Whether the kernel serves a call of ``chunk_kda_bwd_intra``, and why not."""
+    if use_graph or chunk_size != CHUNK or not serves(q):
+        return False, "expected chunks of 64 tokens, 16 bits and a Hopper GPU, and no use_graph"
+    if dAqk.dtype != torch.float32 or dAkk.dtype != torch.float32 or g.dtype != torch.float32:
+        return False, "expected float32 sums of gates and gradients of pairs"
+    if not proven((q.shape[2], g.shape[2], q.shape[3]), q.dtype, q.device):
+        return False, "expected a kernel that agrees with its definition"
+    return True, None
+
+
+def gradients(
+    *, cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What its ``chunk_kda_bwd_intra`` returns."""
+    from attnzoo.kernels.linear.pair_backward import Pairs, pair_gradients
+
+    if chunk_indices is None and cu_seqlens is not None:
+        chunk_indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(cu_seqlens, CHUNK)
+    return pair_gradients(Pairs(*(given[name].contiguous() for name in ARGUMENTS)), cu_seqlens, chunk_indices)
+
+
+def drawn(sizes: tuple[int, int, int], borders: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of :func:`gradients` for sizes (G, H, K), of one row of packed sequences, on the CPU; decays of the
+    last half of the tokens may be next to nothing."""
+    (G, H, K), make, T = sizes, torch.Generator().manual_seed(0), borders[-1]
+    shapes = {"dAqk": (H, CHUNK), "dAkk": (H, CHUNK), "dq": (H, K), "dk": (H, K), "dg": (H, K), "db": (H,)}
+    found = {name: torch.randn(1, T, *shape, generator=make) for name, shape in shapes.items()}
+    found |= {name: torch.randn(1, T, G, K, generator=make).to(dtype) for name in "qk"}
+    found["beta"] = torch.rand(1, T, H, generator=make).to(dtype)
+    shut = (torch.rand(1, T, H, K, generator=make) < 0.1) & (torch.arange(T) >= T // 2)[:, None, None]
+    g = torch.where(shut, CLOSED, -torch.rand(1, T, H, K, generator=make))
+    chunks = chunks_of(borders)
+    for n, i in chunks:
+        rows = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
+        g[:, rows] = g[:, rows].cumsum(1)
+    return found | {"g": g, "cu_seqlens": torch.tensor(borders), "chunk_indices": torch.tensor(chunks)}
+
+
+def definition(x: dict[str, Tensor]) -> list[Tensor]:
+    """What :func:`gradients` returns for what is :func:`drawn`, chunk by chunk in float64."""
+    (G, H), borders = (x["q"].shape[2], x["g"].shape[2]), x["cu_seqlens"].tolist()
+    each = {n: y[0].double() for n, y in x.items() if n not in ("cu_seqlens", "chunk_indices")}
+    q, k = (each[n].repeat_interleave(H // G, 1) for n in "qk")
+    dq, dk, db, dg = (each[n].clone() for n in ("dq", "dk", "db", "dg"))
+    for n, i in x["chunk_indices"].tolist():
+        at = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
+        c, t = each["g"][at], torch.arange(len(each["g"][at]))
+        seen, before = (t[:, None] >= t)[..., None], (t[:, None] > t)[..., None]
+        weights = (c[:, None] - c[None]).masked_fill(~seen[..., None], -torch.inf).exp2()  # [t, s, H, K]
+        of_q, of_k = (each[n][at, :, : len(t)].mT for n in ("dAqk", "dAkk"))
+        of_q, of_k = of_q.where(seen, 0.0)[..., None] * weights, of_k.where(before, 0.0)[..., None] * weights
+        beta = each["beta"][at][..., None]
+        rows, erased = torch.einsum("tshk,shk->thk", of_q, k[at]), torch.einsum("tshk,shk->thk", of_k, k[at])
+        columns = torch.einsum("tshk,thk->shk", of_q, q[at]) + torch.einsum("tshk,thk->shk", of_k, beta * k[at])
+        dq[at] += rows
+        dk[at] += beta * erased + columns
+        db[at] += (erased * k[at]).sum(-1)
+        dg[at] += q[at] * rows + k[at] * (beta * erased - columns)
+    return [y[None] for y in (dq, dk, db, dg)]
+
+
+def proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel agrees with its definition for heads of sizes (G, H, K) here, packed and not; else a line is
+    logged."""
+    if not recorders.compiles:
+        return _proven(sizes, dtype, device)
+    for _, x in _cases(sizes, dtype, device):
+        gradients(**x)
+    return True  # no launch has computed anything yet
+
+
+def _cases(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Arguments on the CPU, packed, and on the device, packed and not."""
+    for borders in ([0, 5, 75], [0, 70]):
+        with torch.device("cpu"):  # whatever the default device
+            given = drawn(sizes, borders, dtype)
+        alone = {} if len(borders) > 2 else {"cu_seqlens": None, "chunk_indices": None}
+        yield given, {name: y.to(device) for name, y in given.items()} | alone
+
+
+@functools.cache
+@torch.no_grad()
+def _proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    for given, x in _cases(sizes, dtype, device):
+        with torch.device("cpu"):
+            wanted = definition(given)
+        for got, want in zip(gradients(**x), wanted, strict=True):
+            if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
+                logger.warning(
+                    "the kernel of gradients of pairs is miscompiled here for G=%d, H=%d, K=%d: "
+                    "flash-linear-attention's own runs instead", *sizes,
+                )  # fmt: skip
+                return False
+    return True
+
+
+@functools.cache
+def register() -> bool:
+    """Give the library the kernel, where it takes one."""
+    return hand_over("kda", "chunk_kda_bwd_intra", verified, gradients)
