@@ -185,7 +185,8 @@ class Measured:
         machine: the machine that it ran on.
         result: the file in docs/results.
         tried: what else was tried where a claim was not seen, or was decided after the numbers were in.
-        lacks: arms that came after it, of which it has no runs.
+        lacks: arms of which it has no runs: those that came after it, or for which time was short.
+        seeds: runs that each other arm has at least; fewer than three only where ``tried`` says so.
     """
 
     size: str
@@ -194,9 +195,11 @@ class Measured:
     result: str
     tried: str = ""
     lacks: tuple[str, ...] = ()
+    seeds: int = 3
 
     def __post_init__(self) -> None:
         several(self, "lacks")
+        at_least(self, 1, "seeds")
 
 
 @dataclass(frozen=True)

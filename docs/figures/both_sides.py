@@ -163,11 +163,11 @@ def gates_table() -> str:
     return "\n".join(markdown_table(["", *grid.columns], rows))
 
 
-def pairs_table(size: str = "gpu") -> str:
-    """Losses and gains of every pair at a size, with the gates of the papers and, where all have runs, with open ones,
-    in Markdown."""
-    found = outcome("pairs", size)
-    plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS]
+def pairs_table(size: str = "gpu", name: str = "pairs") -> str:
+    """Losses and gains of every pair that has runs at a size, with the gates of the papers and with open ones, in
+    Markdown."""
+    found = outcome(name, size)
+    plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS if found.of(linear) and found.of(softmax)]
     begun = [tuple(map(pairs.begun_open, pair)) for pair in plain]
     begun = [pair for pair in begun if all(map(found.of, pair))]
     columns = ("linear, softmax", "loss", "gain", "a text read again", "loss at 8 contexts")
@@ -190,4 +190,4 @@ def pairs_table(size: str = "gpu") -> str:
 
 def _cell(outcome: Outcome, arm: str) -> str:
     values = outcome.values(Value(arm, "loss"))
-    return f"{values.mean():.3f} ± {values.std(ddof=1) / np.sqrt(values.size):.3f}"
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1) / np.sqrt(values.size):.3f}" if values.size > 1 else "")

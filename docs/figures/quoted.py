@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def without_noise(size: str, experiment: str, number: int = 0) -> float:
     return correlation(one, other, claim.parts)[0] / math.sqrt(reliable)
 
 
+def copied(size: str, arm: str, experiment: str) -> float:
+    """How much less a text costs the second time than the first, nats per token."""
+    first, again = ("L(i)", 0.5), ("loss of a text read again", 1.0)
+    return mean(experiment, size, arm, *first) - mean(experiment, size, arm, *again)
+
+
+def weights(experiment: str, size: str, arm: str) -> int:
+    """The trained weights of an arm, embeddings among them."""
+    return outcome(experiment, size).of(arm)[0].parameters
+
+
 def across(experiment: str, sizes: tuple[str, str], side: int) -> tuple[float, float]:
     """The correlation of the gains of one side at two sizes, and its p by relabelled parts."""
     found = [_gains(size, experiment, 0) for size in sizes]
@@ -176,9 +188,20 @@ def _correlated(experiment: str) -> list[Correlated]:
 
 
 def _gains(size: str, experiment: str, number: int) -> tuple[Correlated, np.ndarray, np.ndarray]:
-    claim = _correlated(experiment)[number]
-    one, other = claim.gains(outcome(experiment, size).values)
-    return claim, one.mean(1), other.mean(1)
+    """A claim about the pairs of which there are runs, and the gains of their means on both sides, ``[pairs]``."""
+    claim, of = _correlated(experiment)[number], outcome(experiment, size).of
+    there = [(pair, parts) for pair, parts in zip(claim.pairs, claim.parts, strict=True) if all(map(of, pair))]
+    claim = replace(claim, pairs=tuple(pair for pair, _ in there), parts=tuple(parts for _, parts in there))
+    one, other = (
+        np.array(
+            [
+                mean(experiment, size, claim.bases[side], claim.probe) - mean(experiment, size, pair[side], claim.probe)
+                for pair in claim.pairs
+            ]
+        )
+        for side in (0, 1)
+    )
+    return claim, one, other
 
 
 def left(variant: str, tokens: int) -> float:
@@ -224,6 +247,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
+        copied, weights,
     )
 }  # fmt: skip
 

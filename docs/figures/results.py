@@ -56,6 +56,7 @@ TABLES = {  # by page and the words of their markers
         "open gates": both_sides.gates_table,
         "pairs": both_sides.pairs_table,
         "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
+        "native pairs": partial(both_sides.pairs_table, name="pairs_native"),
     },
     RESULTS / "forgetting.md": {"parts": held.parts, "cost of a token": held.costs, "long texts": held.long_texts}
     | {
@@ -128,7 +129,6 @@ def without_a_gpu() -> str:
     for name in (name for experiments in QUESTIONS.values() for name in experiments):
         known = {each.size for each in find(name).measured}
         waiting = [size for size in find(name).sizes if size.startswith("gpu") and size not in known]
-        waiting = [size for size in waiting if size != "gpu-rehearsal"]
         if not any(size.startswith("gpu") for size in known):
             never.append(f"`{name}`")
         elif waiting:
@@ -147,7 +147,7 @@ def claims(experiments: tuple[str, ...]) -> str:
         for each in experiment.measured:
             kept = outcome(name, each.size)
             judged = {given.text: verdict.word for given, verdict in kept.verdicts(experiment)
-                      if not kept.missing(given.claim)}  # fmt: skip
+                      if all(kept.of(value.arm) for value in given.claim.values)}  # fmt: skip
             found.append((each, judged))
         for expectation in experiment.expectations:
             cells = {

@@ -87,7 +87,6 @@ EXPERIMENT = Experiment(
         "gpu": size(256, 4, 950, 2e-3, 5e-3, 1e-2, tries=120),
         "gpu-1m": SHORT,
         **LARGER,
-        "gpu-rehearsal": size(256, 4, 20, 5e-3),
         "cpu": CPU,
     },
     probes=(

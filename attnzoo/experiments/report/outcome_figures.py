@@ -44,7 +44,8 @@ def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
     for each in judged:
         if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
             return _gains_figure(each.claim, outcome, kinds, looks), _gains_words(each.claim, outcome, kinds)
-    about = judged[0].claim.values[-1]
+    first = judged[0].claim
+    about = first.values[0 if isinstance(first, Correlated) else -1]  # of a correlation's: the base's number
     probe = next(probe for probe in experiment.probes if probe.name == about.probe)
     places = places_of(probe, outcome)
     at = about.at if about.at is not None or not places else places[-1]
