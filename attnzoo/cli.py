@@ -23,6 +23,7 @@ from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.experiments.explore.command import explore
 from attnzoo.terminal import console, new_table, print_table
 from attnzoo.trained.commands import (
+    Lists,
     export,
     extend,
     files_argument,
@@ -59,7 +60,7 @@ def app(files: tuple[str, ...]) -> None:
         from_file(file)
 
 
-@app.command("list")
+@app.command("list", cls=Lists)
 @files_argument
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
 def list_pairs(presets: bool) -> None:
@@ -302,14 +303,12 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
     RUN is the folder of a run, or a folder of runs.
     """
-    from attnzoo.data.own import check_replaceable
+    from attnzoo.data.own import check_page
     from attnzoo.experiments.compare import result_of
     from attnzoo.experiments.report import terminal_table, write_report
     from attnzoo.experiments.report.results import find_runs
-    from attnzoo.files import check_folder
 
-    check_folder(output.parent, "--output")
-    check_replaceable(output, "--output")
+    check_page(output, "--output")
     results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)
     print_table(terminal_table(results), console())

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from attnzoo.data.shards import INDEX
-from attnzoo.files import MARK
+from attnzoo.files import MARK, check_folder
 
 # How they begin.
 PAGE = b'<meta name="generator" content="attnzoo">'
@@ -60,6 +60,19 @@ def check_replaceable(file: Path, name: str) -> None:
         raise FileExistsError(
             f"{name}: expected no {str(file)!r}, or one that attnzoo has written; this one is somebody else's and stays"
         )
+
+
+def check_page(file: Path, name: str) -> None:
+    """Refuse a file to which no page can be written.
+
+    Raises:
+        FileExistsError, ValueError: as :func:`check_replaceable`; or its name does not end in .html.
+        OSError: as :func:`attnzoo.files.check_folder`, for its folder.
+    """
+    check_folder(file.parent, name)
+    check_replaceable(file, name)
+    if file.suffix != ".html":
+        raise ValueError(f"{name}: expected a name that ends in .html, as a page is all it writes, got {str(file)!r}")
 
 
 def _head(file: Path) -> bytes:

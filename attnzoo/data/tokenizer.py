@@ -101,8 +101,8 @@ def tokenize(
         own = tokenizer_files(made)
     else:
         own = read_tokenizer(tokenizer)
-        made = parse_tokenizer(own[TOKENIZER])
-        end = end or special_name(own, "eos_token")
+        made = parse_tokenizer(own[TOKENIZER], tokenizer)
+        end = end or special_name(own, "eos_token", tokenizer)
         own.setdefault(SETTINGS, _settings(end))
     token = made.token_to_id(end) if end else None
     if token is None:
@@ -192,6 +192,7 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
 
     Raises:
         FileNotFoundError: no tokenizer.
+        ValueError: a file that is no JSON object.
     """
     if path.suffix == ".tiktoken" or (not (path / TOKENIZER).is_file() and gpt2_files(path)):
         made = gpt2_tokenizer(path)
@@ -200,12 +201,19 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
         return {TOKENIZER: path.read_bytes()}
     if not (path / TOKENIZER).is_file():
         raise FileNotFoundError(f"tokenizer: expected a {TOKENIZER} or a folder with one, got {str(path)!r}")
-    return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+    found = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+    for name in (name for name in found if name.endswith(".json")):
+        json_object(found[name], path / name)
+    return found
 
 
-def parse_tokenizer(content: bytes) -> Any:
+def parse_tokenizer(content: bytes, of: str | Path = "") -> Any:
     """The `tokenizers.Tokenizer` of a `tokenizer.json`, without truncation and padding that transformers may have
     saved.
+
+    Args:
+        content: of the file.
+        of: whose it is, for the error.
 
     Raises:
         ValueError: the content cannot be read.
@@ -216,7 +224,7 @@ def parse_tokenizer(content: bytes) -> Any:
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers has no error class
-        raise ValueError(f"tokenizer: {TOKENIZER} cannot be read: {error}") from error
+        raise ValueError(f"tokenizer: {TOKENIZER}{f' of {of}' if of else ''} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -259,16 +267,20 @@ def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
-def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
+def special_tokens(files: Mapping[str, bytes], of: str | Path = "") -> dict[str, int]:
     """The numbers of the special tokens in a tokenizer's settings, such as `eos_token_id`; missing tokens are logged.
+
+    Args:
+        files: of the tokenizer, by name.
+        of: whose it is, for errors.
 
     Raises:
         ValueError: settings that cannot be read or are malformed.
     """
-    named = {kind: special_name(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
+    named = {kind: special_name(files, f"{kind}_token", of) for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
         return {}
-    tokenizer = parse_tokenizer(files[TOKENIZER])
+    tokenizer = parse_tokenizer(files[TOKENIZER], of)
     found = {}
     for kind, name in named.items():
         token = tokenizer.token_to_id(name) if name else None
@@ -279,17 +291,18 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     return found
 
 
-def special_name(files: Mapping[str, bytes], kind: str) -> str | None:
+def special_name(files: Mapping[str, bytes], kind: str, of: str | Path = "") -> str | None:
     """The text of the special token `kind`, such as `eos_token`, in a tokenizer's settings; None where none is named.
 
     Raises:
         ValueError: settings that cannot be read or are malformed.
     """
     for name in NAMING:
-        token = json_object(files.get(name, b"{}"), name).get(kind)
+        where = f"{name} of {of}" if of else name
+        token = json_object(files.get(name, b"{}"), where).get(kind)
         text = token.get("content") if isinstance(token, dict) else token
         if (text is not None and not isinstance(text, str)) or (isinstance(token, dict) and text is None):
-            raise ValueError(f"{name}: {kind}: expected the text of a token, got {token!r}")
+            raise ValueError(f"{where}: {kind}: expected the text of a token, got {token!r}")
         if text:
             return text
     return None

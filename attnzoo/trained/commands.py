@@ -37,12 +37,13 @@ processes_option = click.option(
 
 
 class Lists(click.Command):
-    """A command whose ``--list`` stands alone, as it reads nothing that is beside it."""
+    """A command whose ``--list`` or ``--presets`` stands alone, as it reads nothing that is beside it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        beside = [word for word in args if word != "--list"]
-        if "--list" in args and beside and not ctx.resilient_parsing:
-            raise click.UsageError(f"--list: expected nothing beside it, got {shlex.join(beside)}", ctx)
+        [alone] = {"--list", "--presets"} & {name for option in self.params for name in option.opts}
+        beside = [word for word in args if word != alone]
+        if alone in args and beside and not ctx.resilient_parsing:
+            raise click.UsageError(f"{alone}: expected nothing beside it, got {shlex.join(beside)}", ctx)
         return super().parse_args(ctx, args)
 
 

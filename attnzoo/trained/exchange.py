@@ -73,7 +73,7 @@ def export_run(run: Path, folder: Path) -> Path:
     with whole_folder(folder) as part:
         for name, content in tokenizer.items():
             (part / name).write_bytes(content)
-        AttnzooForCausalLM.of(model, **special_tokens(tokenizer)).save_pretrained(part)
+        AttnzooForCausalLM.of(model, **special_tokens(tokenizer, run)).save_pretrained(part)
         (part / "README.md").write_text(_card(model, config, step, bool(tokenizer)))
     return folder
 

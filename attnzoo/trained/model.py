@@ -126,7 +126,7 @@ class TrainedModel:
 
     @cached_property
     def _ends(self) -> list[int]:
-        return ends_of(self.files, self.folder if self.config is None else None)
+        return ends_of(self.files, self.folder if self.config is None else None, self.title)
 
     @cached_property
     def _prompt(self) -> Callable[[str], list[int]]:
@@ -154,17 +154,17 @@ class TrainedModel:
     def _parsed(self) -> Any:
         if not self.files:
             raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
-        return parse_tokenizer(self.files[TOKENIZER])
+        return parse_tokenizer(self.files[TOKENIZER], self.title)
 
 
-def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
+def ends_of(files: Mapping[str, bytes], folder: Path | None, of: str | Path) -> list[int]:
     """The tokens that end a text: the tokenizer's own first, then those of a model folder's settings.
 
     A chat model's `config.json` and `generation_config.json` name several, of which its tokenizer names one at most.
     """
     from attnzoo.models.peers import Settings
 
-    found = [special_tokens(files).get("eos_token_id")]
+    found = [special_tokens(files, of).get("eos_token_id")]
     for name in ("generation_config.json", "config.json"):
         if folder is not None and (folder / name).is_file():
             fields = json_object((folder / name).read_bytes(), folder / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_special_token_without_a_text_is_named(file, value, folder):
         (folder / "tokenizer_config.json").unlink()
     for kind in ("eos_token", "pad_token", "bos_token"):
         (folder / file).write_text(json.dumps({kind: value}))
-        with pytest.raises(ValueError, match=rf"^{file}: {kind}: expected the text of a token, got "):
+        with pytest.raises(ValueError, match=rf"^{file} of the model in .*: {kind}: expected the text of a token"):
             load_text_model(folder, "cpu")
 
 
@@ -113,9 +114,15 @@ def test_an_end_that_is_no_number_is_named(file, value, folder):
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", LONG], ids=lambda content: content[:9] or "empty")
 def test_a_file_that_is_no_json_object_is_named(file, content, folder):
     (folder / file).write_text(content)
-    with pytest.raises(ValueError, match=rf"{file}( |:)") as refused:
+    with pytest.raises(ValueError, match=rf"{re.escape(str(folder / file))}( |:)") as refused:
         load_text_model(folder, "cpu")
     assert type(refused.value) is ValueError
+
+
+def test_a_tokenizer_that_is_none_is_named_with_its_folder(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"tokenizer\.json of the model in {re.escape(str(folder))} cannot be read"):
+        load_text_model(folder, "cpu")
 
 
 def test_an_end_that_the_tokenizer_lacks_is_said(folder, caplog):

@@ -39,14 +39,13 @@ def explore(names: tuple[str, ...], output: Path, examples: int, probe: str, ste
     from rich.console import Console
     from rich.progress import track
 
-    from attnzoo.data.own import check_replaceable
+    from attnzoo.data.own import check_page
     from attnzoo.experiments.explore.page import Explored, render, work_of
-    from attnzoo.files import check_folder, write_whole
+    from attnzoo.files import write_whole
     from attnzoo.testing.laws import Trial
 
     sides = _sides(names)
-    check_folder(output.parent, "--output")
-    check_replaceable(output, "--output")
+    check_page(output, "--output")
     said = ["attnzoo", "explore", *names]
     for name, value, usual in (("examples", examples, 5), ("probe", probe, "parity"), ("steps", steps, 400)):
         said += [f"--{name}", str(value)] if value != usual else []
