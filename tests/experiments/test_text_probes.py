@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from attnzoo.data import Data
-from attnzoo.experiments.probes import Loss, Probed
+from attnzoo.experiments.probes import Loss, LossByPlace, Probed, PrunedLoss
 from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, LossByStretch, Needle, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -107,3 +108,19 @@ def test_needle_is_found_by_a_model_that_copies_what_followed_the_question(monke
     assert found[1.0] == 0 < 0.7 < found[0.0]
     guesses = probe.guess(subject(Copier(behind, 128), rows=4))
     assert all(0.5 < guess.wrong <= 1 and guess.asked == 20 for guess in guesses.values())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("none", torch.float32)])
+def test_losses_are_read_in_the_precision_of_the_training(precision, dtype):
+    model, used = LanguageModel(replace(PLAIN, attention="fox")).eval(), []
+    [hooked, *_] = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hooked.register_forward_hook(lambda layer, given, out: used.append(out.dtype))
+    of = subject(model)
+    of = replace(of, config=replace(of.config, mixed_precision=precision))
+    for probe in (Loss(), LossByStretch(), LossByPlace(factor=2), ReadAgain()):
+        used.clear()
+        probe.measure(of)
+        assert {*used} == {dtype}, probe.name
+    used.clear()
+    PrunedLoss(length=1.0).measure(of)  # a difference that rounding would hide
+    assert {*used} == {torch.float32}
