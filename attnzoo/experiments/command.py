@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -128,8 +129,8 @@ def run(
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
     record = load_outcome(resume_from) if resume_from else None
     given = load_outcome(rates) if rates else record
-    searched = {run.arm for run in record.tried} if record and not rates else set()
-    chosen = {run.arm: run.lr for run in given.runs if run.arm not in searched} if given else {}
+    tried = Counter(run.arm for run in record.tried) if record and not rates else Counter[str]()
+    chosen = {run.arm: run.lr for run in given.runs if tried[run.arm] < 2} if given else {}
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only, record)
 

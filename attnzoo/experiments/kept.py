@@ -98,7 +98,9 @@ def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
             raise ValueError(f"{said}: expected seeds below {plan.seeds}; `--seeds {run.seed + 1}` takes this one")
         if (chosen := plan.rates.get(run.arm, run.lr)) != run.lr:
             raise ValueError(f"{said}: expected the learning rate of --rates, {rate_in_words(chosen)}")
-        folder, key = place(plan, experiment, experiment.arm(run.arm), run.lr, run.seed, run in record.tried)
+        arm = experiment.arm(run.arm)
+        tries = run in record.tried and len(plan.grid(experiment, arm)) > 1
+        folder, key = place(plan, experiment, arm, run.lr, run.seed, tries)
         if run.key != key:
             why = "was of other settings, another text or other probes" if run.key else "has no digest of its settings"
             raise ValueError(f"{said} {why}: expected runs as this command makes them")
