@@ -18,7 +18,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import REFERENCE
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.parallel.collectives import together
+from attnzoo.parallel.collectives import tied, together
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.heads import by_heads, by_tokens, dealt, unshared
 from attnzoo.parallel.keys import keys_after, with_earlier_keys
@@ -51,7 +51,17 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     if transport not in get_args(Transport):
         raise unknown("transport", transport, get_args(Transport))
     fragments.cut(rows.q)
-    if fragments.ranks == 1 or (fragments.have_whole_documents and transport != "heads"):
+    if fragments.ranks == 1:
+        return _whole(forms, form, rows, fragments.own_borders)
+    found = _exchanged(forms, form, rows, fragments, transport)
+    inputs = rows.named().values()  # of one token a form may leave out a gate, which comes from a window over ranks
+    if isinstance(found, Tensor):
+        return tied(found, *inputs)
+    return together(*(tied(x, *inputs) for x in found))
+
+
+def _exchanged(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> Any:
+    if fragments.have_whole_documents and transport != "heads":
         return _whole(forms, form, rows, fragments.own_borders)
     chosen, why = choose_transport(forms, form, rows, fragments, transport)
     _say(f"context parallelism over {fragments.ranks} ranks: {type(forms).__name__} by {chosen} ({why})")
@@ -60,12 +70,11 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
         found = _whole(forms, form, by_heads(rows, fragments), fragments.borders)
         if isinstance(found, Tensor):
             return by_tokens(found, fragments, order)
-        return together(*(by_tokens(x, fragments, order) for x in found))
+        return tuple(by_tokens(x, fragments, order) for x in found)
     rows = replace(rows, gate=separated(rows.gate, rows.q, fragments))
     if isinstance(forms, LinearForms):
         return scan_states(forms, form, rows, fragments)[0]
-    found = with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
-    return found if isinstance(found, Tensor) else together(*found)
+    return with_earlier_keys(forms, form, rows, fragments, pruned=chosen == "pruned")
 
 
 def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str) -> tuple[Any, Any]:
@@ -78,8 +87,8 @@ def read(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: str
     o, cache = attend(forms, form, rows, fragments, transport), keys_after(forms, form, rows, fragments)
     kept = {name: x for name, x in vars(cache).items() if isinstance(x, Tensor)}
     o, *found = together(o, *kept.values())
-    tied: dict[str, Any] = dict(zip(kept, found, strict=True))
-    return o, replace(cache, **tied)
+    reached: dict[str, Any] = dict(zip(kept, found, strict=True))
+    return o, replace(cache, **reached)
 
 
 def shared(forms: Any, form: str, inputs: Inputs, options: dict[str, Any], fragments: Fragments, transport: str) -> Any:

@@ -52,7 +52,7 @@ def exchange(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int
 
 
 def tied(x: Tensor, *knots: Tensor) -> Tensor:
-    """``x``, whose gradient goes through the collectives that gave these knots, whether or not it comes from them.
+    """``x``, whose gradient goes through the collectives before these knots, whether or not it comes from them.
 
     A rank that has read nothing of what it was sent must still send the others the gradients of what is theirs.
     """
@@ -60,10 +60,9 @@ def tied(x: Tensor, *knots: Tensor) -> Tensor:
 
 
 def together(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of which each that a loss reads brings gradients to all, zeros perhaps: whichever of them a rank reads,
-    the gradients of all collectives before them are asked for."""
-    knots = {n: x[:0] for n, x in enumerate(xs) if x.requires_grad}
-    return tuple(tied(x, *(knots[m] for m in knots if m != n)) if n in knots else x for n, x in enumerate(xs))
+    """Tensors, whichever of which a rank reads: the gradients of all collectives before them are asked for."""
+    knots = [x for x in xs if x.requires_grad]
+    return tuple(tied(x, *(y for y in knots if y is not x)) if x.requires_grad else x for x in xs)
 
 
 def swap(group: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], works: Works | None = None) -> Tensor:
@@ -120,9 +119,9 @@ class _Exchange(torch.autograd.Function):
 class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *knots: Tensor) -> Tensor:
-        ctx.save_for_backward(*knots)
+        ctx.knots = len(knots)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *ctx.saved_tensors  # without entries
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *([None] * ctx.knots)  # what made them runs all the same

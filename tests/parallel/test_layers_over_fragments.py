@@ -67,6 +67,22 @@ def test_a_layer_on_two_ranks_is_the_layer(case):
         assert_all_close({n: found[0][1][n] + found[1][1][n] for n in expected}, expected, 1e-9)
 
 
+@pytest.mark.parametrize("name", ["rope_gla", "fox", "gated_deltanet"])
+def test_a_rank_whose_tokens_have_no_use_for_a_gate_sends_the_gradients_of_what_its_window_reads(name):
+    """Of one token a form may leave out the gate, which is mixed with the token before it, of another rank."""
+    attn, x = layer(name, token_mix=True), rows(1, 5)
+    fragments = Fragments.of([(0, 4, 1), (4, 5, 0)], 2, [0, 4, 5])
+    expected = gradients(attn, attn(x, cu_seqlens=torch.tensor(fragments.borders)).square().sum())
+
+    def rank(_):
+        mine = copy.deepcopy(attn)
+        with context_parallel(fragments):
+            return gradients(mine, mine(fragments.shard(x)).square().sum())
+
+    first, second = on_ranks(2, rank)
+    assert_all_close({n: first[n] + second[n] for n in expected}, expected, 1e-9)
+
+
 def test_a_rank_with_so_few_tokens_that_another_kernel_takes_them_sends_what_all_send(monkeypatch):
     """Of packed documents without a decay kernels exchange heads, and the reference sends states."""
     attn, x = layer("deltanet"), rows(1, T)
