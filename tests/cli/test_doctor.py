@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from click.testing import CliRunner
 
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
-from attnzoo.forms.backends import fla, fla_mended
+from attnzoo.forms.backends import fla, fla_mended, fox_path
 from attnzoo.kernels.common import device
 from attnzoo.kernels.linear import segments
+from attnzoo.layer import dispatch
 
 Pretend = Callable[..., doctor.Report]
 
@@ -185,6 +187,19 @@ def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monke
             ("triton: auto looks for it on a GPU alone", "sdpa: auto looks for it on a GPU alone")
         }
         assert report.parts.endswith("run on PyTorch: auto looks for kernels on a GPU alone")
+
+
+def test_the_budget_of_gates_in_keys_is_said_where_no_kernel_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (doctor, dispatch):
+        monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(fox_path, "refused", lambda call: "not here")
+    monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else ["fox", "rope"])
+    text = doctor.examine().text()
+    assert re.search(r"fox +\| always +\| reference \| \[1\] \[2\]", text)
+    assert re.search(r"rope +\| always +\| sdpa +\| \[1\]", text)
+    said = "[2] sdpa: a logit is off by at most 0.001 where the running sums of the gates span at most "
+    assert said in text
+    assert "[1] triton: not here" in text
 
 
 def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from thinning import in_long
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -214,6 +215,8 @@ def test_errors_are_what_the_page_says() -> None:
     for name, channels, T, mean, bound, *listed in ROWS:
         case = (DTYPES[name], int(channels), int(T), float(mean))
         assert float(bound) == float(f"{logit_error(case[2] * case[3], case[0], case[1]):.1e}"), case
+        if case[2] > in_long(1024, 4096):
+            continue
         found = errors(*case)
         assert all(got <= float(most) for got, most in zip(found, listed, strict=True)), (case, found)
 
