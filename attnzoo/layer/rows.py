@@ -40,6 +40,11 @@ def rows_of_call(
     if (context := shared_context()) is not None:
         from attnzoo.layer.shared import shared_rows  # it loads the compiler
 
+        if layer.variant.side == "other":
+            raise UnavailableError(
+                f"{layer.variant.name}: the readout {type(layer.variant.readout).__name__} needs whole sequences, "
+                "which ranks in context_parallel do not have"
+            )
         others = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "forgetting": layer.forget}
         others["training_groups"] = layer.config.training_groups if layer.training else None
         return shared_rows(context, x, cache, **others), None

@@ -133,7 +133,8 @@ def choose_transport(forms: Any, form: str, rows: Rows, fragments: Fragments, tr
 
 def _check_kind(forms: Any) -> None:
     if not isinstance(forms, (LinearForms, SoftmaxForms)):
-        raise TypeError(f"fragments: expected forms of LinearForms or SoftmaxForms, got {type(forms).__name__}")
+        got = type(getattr(forms, "readout", forms)).__name__
+        raise TypeError(f"fragments: expected a variant with a linear or a softmax readout, got {got}")
 
 
 def _whole(forms: Any, form: str, rows: Rows, borders: Sequence[int]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from attnzoo.data.config import DataConfig
 from attnzoo.errors import above, at_least, finite, one_of
 from attnzoo.models.config import ModelConfig
+from attnzoo.registry import get
 
 
 def check_folder_name(output_dir: str) -> None:
@@ -20,6 +21,11 @@ def check_folder_name(output_dir: str) -> None:
 def check_context_parallel(model: ModelConfig, processes: int, section: str = "model") -> None:
     """Raise ValueError if layers need whole sequences, which several processes do not have."""
     for spec in model.layers():
+        if get(spec.name).side == "other":
+            raise ValueError(
+                f"{section}.attention: expected no {spec.name!r} with context_parallel={processes}, as its readout "
+                "needs whole sequences"
+            )
         for option in ("forgetting", "training_groups"):
             if spec.options.get(option) is not None:
                 place = "attention_options" if option in model.attention_options else "attention"

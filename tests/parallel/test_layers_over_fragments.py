@@ -18,6 +18,7 @@ from attnzoo.evaluation.losses import measure_losses
 from attnzoo.forgetting.rules import Forgetting
 from attnzoo.models import LanguageModel
 from attnzoo.parallel import Fragments, context_parallel
+from attnzoo.registry.readout_variant import READOUT_VARIANTS
 
 T = 19
 TABLES = {
@@ -156,6 +157,9 @@ def test_what_cannot_be_shared_is_refused_by_name():
     with context_parallel(fragments):
         with pytest.raises(ValueError, match="cache: expected an empty one that keeps all of one text .* got tokens"):
             attn(x, cache=cache)
+        for one in READOUT_VARIANTS:
+            with pytest.raises(UnavailableError, match=f"{one.name}: the readout .* needs whole sequences"):
+                layer(one.name)(x)
         with pytest.raises(ValueError, match="x: expected the 19 tokens of rank 0"):
             attn(x[:, :5])
         with pytest.raises(ValueError, match="forgetting: expected None in context_parallel"):

@@ -165,6 +165,10 @@ def test_a_wrong_key_or_value_is_refused_by_name(override, message):
             "context_parallel=2 model.attention=[{name: fox, options: {training_groups: 4}}]",
             "model.attention: expected no training_groups of 'fox' with context_parallel=2",
         ),
+        (
+            "context_parallel=2 model.attention=[fox,stick_breaking]",
+            "model.attention: expected no 'stick_breaking' with",
+        ),
         ("context_parallel=4 data.context_length=7", "data.context_length: expected at least two tokens for each of"),
     ],
 )
