@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.forms.backends import fla_kernels, fla_steps
+from attnzoo import Gate
+from attnzoo.forms.backends import fla, fla_kernels, fla_steps
 from attnzoo.kernels.common import replay
 from attnzoo.kernels.common.recording import recorders
 
@@ -58,7 +59,8 @@ class Chunks(torch.autograd.Function):
             state = torch.empty_like(last)
             state[:, :, 0] = last[:, :, 0]
             _floats(state.data_ptr()).reshape(-1, 2, 4)[:, 1] = last[0, :, 1].numpy()
-        ctx.save_for_backward(q, k, v, last, None, last, v)
+        kept = last.clone()
+        ctx.save_for_backward(q, k, v, kept, None, kept, v)
         ctx.scale, ctx.carried, ctx.shape = scale, initial_state is not None, q.shape
         return o * scale, state if output_final_state else None
 
@@ -88,16 +90,24 @@ def operation(
     return o, state
 
 
+OPERATION = fla_steps.ChunkOp(
+    "pretended", "operation", "Chunks",
+    lambda x: (None if x.initial_state is None else torch.empty_like(x.v), torch.empty_like(x.k)),
+)  # fmt: skip
+
+
 @pytest.fixture
-def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.Operation]:
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.ChunkOp]:
     module = types.ModuleType("fla.ops.pretended.chunk")
     module.Chunks = Chunks  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
     monkeypatch.setitem(sys.modules, "fla.ops.pretended", types.ModuleType("fla.ops.pretended"))
     monkeypatch.setitem(sys.modules, "fla.ops.pretended.chunk", module)
-    monkeypatch.setitem(fla_steps.FUNCTIONS, "operation", "Chunks")
-    monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
+    monkeypatch.setitem(fla_steps.OPERATIONS, "operation", OPERATION)
+    monkeypatch.setitem(vars(OPERATION), "library", operation)
+    monkeypatch.setattr(fla_steps, "known", lambda version: True)
+    monkeypatch.setattr(fla_steps, "shorten", lambda: None)
     monkeypatch.setattr(replay, "_FIRST_DEVICE", -1)
     monkeypatch.setattr(replay, "_current_device", lambda: -1)
     monkeypatch.setattr(replay, "_stream", lambda device: 0)
@@ -105,7 +115,8 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.Operation]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     untold.clear()
-    yield fla_steps.repeating("pretended", "operation", operation, "0.6.0")
+    OPERATION.kinds.clear()
+    yield OPERATION
     torch.use_deterministic_algorithms(before)
 
 
@@ -172,14 +183,54 @@ def test_a_launch_that_nobody_hears_of_ends_all_replays(whole: bool, ran: list[s
             assert torch.equal(a, b)
 
 
+def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+    """As the forms call an operation of the library."""
+    options = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None} | given
+    return fla._op("operation", fla.Prepared(q, k, v, Gate(), options))
+
+
 def test_calls_without_a_gradient_and_packed_ones_are_the_librarys_own(repeating: Any) -> None:
     x = torch.randn(1, N // 8, 2, 4)
-    options = {"scale": None, "initial_state": None, "output_final_state": False}
     recorded, borders = x.clone().requires_grad_(), torch.tensor([0, 2])
     for tensors, cu_seqlens in (((x, x + 1, x + 2), None), ((recorded, x + 1, x + 2), borders)):
         runs.clear()
-        repeating(*tensors, **options, cu_seqlens=cu_seqlens)
+        call(*tensors, cu_seqlens=cu_seqlens)
         assert runs == ["operation", "forward"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_steps_are_one_graph_and_replayed_as_others_are(dynamic: bool, repeating: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for seed in range(5):
+        runs.clear()
+        got = step(compiled, seed, scale=2.0, initial_state=True)
+        assert runs == (["forward", "backward"] if seed < 2 else [])
+        for a, b in zip(got, step(operation, seed, scale=2.0, initial_state=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_compiled_calls_without_a_gradient_are_of_the_same_graph(repeating: Any) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, N // 8, 2, 4)
+    with torch.no_grad():
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(x, x + 1, x + 2)[0]
+    assert torch.equal(got, operation(x, x + 1, x + 2)[0])
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_an_operation_is_an_op_of_torch(carried: bool, repeating: Any) -> None:
+    q, k, v, state = (torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(4))
+    given = q, k, v, None, None, None, state if carried else None, 2.0, False, None
+    torch.library.opcheck(OPERATION.op.op, given)
+
+
+def test_a_kind_that_was_forgotten_before_its_backward_pass_is_met_again(repeating: Any) -> None:
+    q, k, v = (torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(3))
+    sums = [function(q, k, v)[0].sum() for function in (call, operation)]
+    OPERATION.kinds.clear()
+    found = [torch.autograd.grad(one, (q, k, v)) for one in sums]
+    assert all(map(torch.equal, *found))
 
 
 def test_a_gradient_of_a_gradient_is_refused(repeating: Any) -> None:
@@ -191,11 +242,13 @@ def test_a_gradient_of_a_gradient_is_refused(repeating: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "others", "name"),
-    [("0.7.0", [], "operation"), ("0.6.1", ["tilelang"], "operation"), ("0.6.0", [], "x")],
+    ("version", "others", "expected"), [("0.6.0", [], True), ("0.7.0", [], False), ("0.6.1", ["tilelang"], False)]
 )
 def test_what_nobody_has_read_is_the_librarys_own(
-    version: str, others: list[str], name: str, repeating: Any, monkeypatch: pytest.MonkeyPatch
+    version: str, others: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fla_kernels, "installed", lambda: others)
-    assert fla_steps.repeating("pretended", name, operation, version) is operation
+    monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
+    fla_steps.known.cache_clear()
+    assert fla_steps.known(version) == expected
+    fla_steps.known.cache_clear()

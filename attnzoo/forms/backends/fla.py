@@ -27,7 +27,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.values import OPAQUE, in_transform, records
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.backends import fla_mended, fla_pairs, fla_steps
-from attnzoo.forms.backends.fla_tuning import all_tiles, shorten, will_run
+from attnzoo.forms.backends.fla_tuning import all_tiles, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
@@ -40,7 +40,7 @@ from attnzoo.kernels.common.device import (
     machine,
 )
 from attnzoo.kernels.common.together import compile_together
-from attnzoo.kernels.common.untraced import cached_in_traces, untraced
+from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces, untraced
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -185,8 +185,15 @@ def fla_kernel(operation: Operation) -> Kernel:
 
 
 @untraced  # like the library's functions: one graph break, not one in the midst of its kernels
+def _apart(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
+    return _run(operation, call, given)
+
+
 def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
     q, k, v, gate = call.q, call.k, call.v, call.gate
+    compiling = torch.compiler.is_compiling()
+    if compiling and not _is_op(given.cu_seqlens):
+        return _apart(operation, call, given)
     reason = fla_unavailable(Call(q, k, v, gate, options=given))
     if reason:
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
@@ -194,14 +201,21 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     q, v = ready.q, ready.v
     if given.cu_seqlens is not None:
         ready.options["cu_seqlens"] = _int64(given.cu_seqlens)
-    shape = f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
-    will_run(shape)
+    if compiling:
+        return operation(ready)
+    will_run(shape := fla_steps.described(q, v))
     kind = operation, shape, q.device, records(q, k, v), given.cu_seqlens is None, call.state is None
     if kind not in _compiled:
         _compiled.add(kind)
         if q.is_cuda and not all_tiles():
             compile_together(lambda: operation(ready))
     return operation(ready)
+
+
+def _is_op(cu_seqlens: Tensor | None) -> bool:
+    """Whether the library's operation is run as an op of torch: that of packed sequences reads their borders on the
+    CPU."""
+    return cu_seqlens is None and fla_steps.known(VERSION)
 
 
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels were compiled together
@@ -263,16 +277,16 @@ def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
         return diagonal_decay(x)
     g = x.gate.log_decay
     if g is None:
-        return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **x.options)
+        return _op("chunk_simple_gla", x)
     kind = "g" if _per_token(x.gate) else "g_gamma"
     g = _finite(x.gate.per_token(x.q).log_decay if kind == "g" else g)
-    return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **{kind: g}, **x.options)
+    return _op("chunk_simple_gla", x, **{kind: g})
 
 
 @of_any_width
 def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_gla``, for a decay per channel and perhaps a scalar decay."""
-    return _op("gla", "chunk_gla")(x.q, x.k, x.v, g=_channels(x), **x.options)
+    return _op("chunk_gla", x, g=_channels(x))
 
 
 @of_any_width
@@ -283,8 +297,8 @@ def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     g = x.gate.per_token(x.q).log_decay
     if g is None:
-        return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta=beta, **x.options)
-    return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, g=_finite(g), beta=beta, **x.options)
+        return _op("chunk_delta_rule", x, beta=beta)
+    return _op("chunk_gated_delta_rule", x, g=_finite(g), beta=beta)
 
 
 @of_any_width
@@ -292,8 +306,8 @@ def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_kda``, for the delta rule with a decay per channel and perhaps a scalar decay."""
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     if torch.is_grad_enabled() and fla_pairs.serves(x.q) and fla_pairs.register():
-        fla_pairs.proven((x.q.shape[2], x.q.shape[2], x.q.shape[3]), x.q.dtype, x.q.device)  # not in a backward pass
-    return _op("kda", "chunk_kda")(x.q, x.k, x.v, g=_channels(x), beta=beta, **x.options)
+        fla_pairs.proven(_numbers(x.q.shape[2], x.q.shape[2], x.q.shape[3]), x.q.dtype, x.q.device)  # not in a backward pass
+    return _op("chunk_kda", x, g=_channels(x), beta=beta)
 
 
 def _miscompiled(gate: Gate, q: Tensor) -> bool:
@@ -312,7 +326,12 @@ def _detour(gate: Gate, q: Tensor) -> str:
 
 
 def _mended(q: Tensor, v: Tensor) -> bool:
-    return fla_mended.proven(fla_mended.heads_of(q, v), q.dtype, q.device)
+    return _proven(fla_mended.heads_of(q, v), q.dtype, q.device)
+
+
+@constant_in_traces
+def _proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    return fla_mended.proven(sizes, dtype, device)
 
 
 def _goes_around(x: Prepared) -> bool:
@@ -337,11 +356,14 @@ def _warn(what: str) -> None:
     logger.warning("%s", what)
 
 
-@functools.cache
-def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
-    shorten()
-    return fla_steps.repeating(family, name, operation, VERSION)
+def _op(name: str, x: Prepared, **gates: Tensor) -> tuple[Tensor, Tensor | None]:
+    """An operation of flash-linear-attention; where it is compiled or a gradient is recorded, as an op of torch."""
+    operation, given = fla_steps.OPERATIONS[name], x.options
+    if _is_op(given["cu_seqlens"]) and (
+        torch.compiler.is_compiling() or records(x.q, x.k, x.v, given["initial_state"], *gates.values())
+    ):
+        return operation(x.q, x.k, x.v, **gates, **given)
+    return operation.library(x.q, x.k, x.v, **gates, **given)
 
 
 def _channels(x: Prepared) -> Tensor:

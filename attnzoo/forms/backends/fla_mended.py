@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.recording import recorders
+from attnzoo.kernels.common.untraced import cached_in_traces
 
 logger = logging.getLogger("attnzoo.fla")
 

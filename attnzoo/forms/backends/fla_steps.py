@@ -1,52 +1,99 @@
-"""Training steps of flash-linear-attention's chunk operations without their Python code, once they repeat.
+"""flash-linear-attention's chunk operations as ops of torch, without their Python code once calls repeat.
 
 A step of theirs is eleven to fifteen launches, and the library and Triton spend 50 to 100 microseconds on each. Their
 passes are functions of tensors, so they are recorded and replayed as the ops of this package are
-(``kernels/common/replay.py``); a recording is believed where it gives what the run gave, in spoiled memory.
+(``kernels/common/replay.py``); a recording is believed where it gives what the run gave, in spoiled memory. As ops they
+are part of a compiled graph, which the library's own functions break.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo.forms.backends import fla_kernels
+from attnzoo.forms.backends.fla_tuning import all_tiles, shorten, will_run
 from attnzoo.kernels.common.device import triton_version
-from attnzoo.kernels.common.named_op import dispatched, refuse
+from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.replay import Replay
-from attnzoo.kernels.common.together import Passes
+from attnzoo.kernels.common.together import Passes, compile_together
+from attnzoo.kernels.common.untraced import cached_in_traces
 
-Operation = Callable[..., tuple[Tensor, Tensor | None]]
-FUNCTIONS = {  # the torch.autograd.Function of an operation
-    "chunk_simple_gla": "ChunkSimpleGLAFunction", "chunk_gla": "ChunkGLAFunction", "chunk_kda": "ChunkKDAFunction",
-    "chunk_delta_rule": "ChunkDeltaRuleFunction", "chunk_gated_delta_rule": "ChunkGatedDeltaRuleFunction",
-}  # fmt: skip
+Some = Tensor | None
 MOST = 256  # kinds of calls of an operation that are remembered
+TENSORS = ("q", "k", "v", "g", "g_gamma", "beta", "initial_state")
 NEUTRAL = {"state_v_first": False}  # arguments of their forward passes without a default; others are None
 
 
+class ChunkInputs(NamedTuple):
+    """Arguments of an operation by the library's names, contiguous, gates in float32; ``autocast`` is its dtype where
+    it is on."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Some
+    g_gamma: Some
+    beta: Some
+    initial_state: Some
+    scale: float
+    output_final_state: bool
+    autocast: torch.dtype | None
+
+
+class ChunkOutputs(NamedTuple):
+    """Output, last state, and what the library saves for the gradient beside its arguments."""
+
+    o: Tensor
+    state: Some
+    first: Some
+    second: Some
+    third: Some
+
+
+class ChunkBackward(NamedTuple):
+    do: Tensor
+    dstate: Some
+    given: ChunkInputs
+    first: Some
+    second: Some
+    third: Some
+
+
+class ChunkGradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Some
+    beta: Some
+    initial_state: Some
+
+
 class _Kind:
-    """Calls of one function with the same numbers, and tensors of the same shapes in the same places, where one tensor
-    may stand in several.
+    """Calls of one function with the same numbers, and tensors of the same shapes.
 
     Args:
         function: their torch.autograd.Function.
-        given: its arguments; tensors among them stand for those of each call.
+        arguments: its arguments by name; tensors among them stand for those of each call.
     """
 
-    def __init__(self, function: Any, given: Sequence[Any]) -> None:
+    def __init__(self, function: Any, arguments: dict[str, Any]) -> None:
         self._function = function
-        self._numbers = [None if isinstance(x, Tensor) else x for x in given]
-        self._tensors = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
-        self._context: dict[str, Any] = {}
+        self._numbers = [None if isinstance(x, Tensor) else x for x in arguments.values()]
+        names = [*arguments]
+        self._tensors = [names.index(x) for x in TENSORS if isinstance(arguments.get(x), Tensor)]
+        self.names = [names[i] for i in self._tensors]
+        self._context: dict[str, Any] | None = None
         self._sources: list[int] = []  # of each tensor that is saved, once: the number of an input, -1 for a new one
         self._order: list[int | None] = []  # of each that their pass saves, perhaps twice: its number among these
         self.forward, self.backward = Replay(self._forward, proven=2), Replay(self._backward, proven=len(self._tensors))
@@ -67,48 +114,27 @@ class _Kind:
         return [*made, *new]
 
     @torch.no_grad()
-    def compile(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def compile(self, leaves: Sequence[Tensor]) -> list[Any]:
         """Both passes where launches compile kernels and do no more; what they return says nothing."""
         o, state, *new = self._forward(leaves)
         self._backward((torch.empty_like(o), state, *self.saved(leaves, new)))
-        return o, state
+        return [o, state, *new]
 
     def saved(self, leaves: Sequence[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
         """What is saved, from the inputs and what the forward pass has made for it."""
+        if self._context is None:  # the kind was forgotten since its forward pass
+            self._forward(leaves)
         made = iter(new)
         return [next(made) if source < 0 else leaves[source] for source in self._sources]
 
     def _backward(self, leaves: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs, for those of output and last state and what was saved."""
         context, saved = Passes(), leaves[2:]
-        vars(context).update(self._context, saved_tensors=tuple([None if i is None else saved[i] for i in self._order]))
+        restored = tuple([None if i is None else saved[i] for i in self._order])
+        vars(context).update(self._context or {}, saved_tensors=restored)
         with _told():
             found = self._function.backward(context, *leaves[:2])
         return [found[i] for i in self._tensors]
-
-
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: _Kind, *leaves: Tensor) -> tuple[Tensor, Tensor | None]:
-        o, state, *new = kind.forward(leaves)
-        ctx.kind = kind
-        ctx.save_for_backward(*kind.saved(leaves, new))
-        return o, state
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        leaves = *grads, *ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return None, *_Gradients.apply(ctx.kind, *leaves)  # type: ignore[no-untyped-call]
-        return None, *ctx.kind.backward(leaves)
-
-
-class _Gradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: _Kind, *leaves: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(kind.backward(leaves))
-
-    backward = staticmethod(refuse)
 
 
 def _told() -> contextlib.AbstractContextManager[object]:
@@ -120,44 +146,144 @@ def _told() -> contextlib.AbstractContextManager[object]:
     return in_place_of_launches(tell)
 
 
-def repeating(family: str, name: str, operation: Operation, version: str) -> Operation:
-    """An operation of flash-linear-attention, by keywords after q, k and v, whose training steps are replayed.
+class ChunkOp:
+    """An operation of flash-linear-attention of sequences that are not packed, as an op of torch.
 
-    Packed sequences are not, as their borders are read on the CPU, nor calls of releases that nobody has read, or where
-    other packages' kernels may serve them, whose launches nobody hears of.
+    Args:
+        family, name, function: its module under ``fla.ops``, its name, and its torch.autograd.Function there.
+        saves: of its arguments, tensors of the shapes and dtypes of what it saves beside them.
+        summed: whether it saves the first of these, sums of its gates, in place of the gates.
     """
-    known = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.installed()
-    if not known or os.environ.get("FLA_GLUON", "0") != "0" or name not in FUNCTIONS:
-        return operation
-    function = getattr(importlib.import_module(f"fla.ops.{family}.chunk"), FUNCTIONS[name])
-    _, *parameters = inspect.signature(function.forward).parameters.values()
-    defaults = {x.name: NEUTRAL.get(x.name) if x.default is x.empty else x.default for x in parameters}
-    kinds: dict[tuple[Any, ...], _Kind] = {}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        gates = [x for x in given.values() if isinstance(x, Tensor)]
-        records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *gates))
-        if given["cu_seqlens"] is not None or not records or dispatched((q, k, v, *gates)):
-            return operation(q, k, v, **given)
-        scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
-        leaves = [
-            x.contiguous() if isinstance(x, Tensor) else x
-            for x in {**defaults, "q": q, "k": k, "v": v, **given, "scale": scale}.values()
-        ]
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        same, device = [*map(id, tensors)], q.device.type
-        key = (
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device), *map(same.index, same),
-            *[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves],
-        )  # fmt: skip
-        kind = kinds.get(key)
+    def __init__(
+        self, family: str, name: str, function: str, saves: Callable[[ChunkInputs], tuple[Some, ...]],
+        summed: bool = False,
+    ) -> None:  # fmt: skip
+        self._family, self._name, self._function = family, name, function
+        self._saves, self._summed = saves, summed
+        self.kinds: dict[tuple[Any, ...], _Kind] = {}
+        self.op = NamedOp(f"attnzoo::fla_{name}", ChunkInputs, ChunkOutputs, self._forward, self._fake)
+        self.backward_op = NamedOp(
+            f"attnzoo::fla_{name}_bwd", ChunkBackward, ChunkGradients, self._backward, self._backward_fake
+        )
+        inputs = [x for x in TENSORS if not (summed and x == "g")]
+        self.op.differentiable(self._differentiate, inputs=inputs, outputs=("first", "second", "third"))
+        self.backward_op.refuse_second_derivatives()
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, initial_state: Some, output_final_state: bool,
+        cu_seqlens: None = None, **gates: Tensor,
+    ) -> tuple[Tensor, Some]:  # fmt: skip
+        """Output and last state, of the library's arguments."""
+        tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, **gates}
+        given = [None if (x := tensors.get(name)) is None else x.contiguous() for name in TENSORS]
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        autocast, device = None, q.device.type
+        if not torch.compiler.is_compiling() and torch.is_autocast_enabled(device):
+            autocast = torch.get_autocast_dtype(device)
+        made = self.op(ChunkInputs(*given, scale, output_final_state, autocast))  # type: ignore[arg-type]
+        return made.o, made.state
+
+    @functools.cached_property
+    def library(self) -> Callable[..., tuple[Tensor, Some]]:
+        """The library's own function."""
+        operation: Any = getattr(importlib.import_module(f"fla.ops.{self._family}"), self._name)
+        shorten()
+        return operation  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _passes(self) -> tuple[Any, dict[str, Any]]:
+        """The torch.autograd.Function, and the defaults of its forward pass by name."""
+        function = getattr(importlib.import_module(f"fla.ops.{self._family}.chunk"), self._function)
+        shorten()
+        _, *parameters = inspect.signature(function.forward).parameters.values()
+        return function, {x.name: NEUTRAL.get(x.name) if x.default is x.empty else x.default for x in parameters}
+
+    def _kind(self, x: ChunkInputs) -> tuple[_Kind, list[Tensor]]:
+        """The kind of a call, and its tensors."""
+        key = tuple([(one.shape, one.dtype) if isinstance(one, Tensor) else one for one in x])
+        kind = self.kinds.get(key)
+        new = kind is None
         if kind is None:
-            if len(kinds) >= MOST:
-                kinds.clear()
-            kind = kinds[key] = _Kind(function, leaves)
-        if recorders.compiles:
-            return kind.compile(tensors)
-        o, state = _Step.apply(kind, *tensors)  # type: ignore[no-untyped-call]
-        return o, state
+            if len(self.kinds) >= MOST:
+                self.kinds.clear()
+            function, defaults = self._passes
+            given = x._asdict()
+            kind = self.kinds[key] = _Kind(function, {name: given.get(name, defaults[name]) for name in defaults})
+        tensors = [getattr(x, name) for name in kind.names]
+        if len({*map(id, tensors)}) < len(tensors):  # which is which is told by the object
+            tensors = [one.view_as(one) for one in tensors]
+        if new and x.q.is_cuda and not recorders.compiles and not all_tiles():
+            will_run(described(x.q, x.v))
+            compile_together(partial(kind.compile, tensors))
+        return kind, tensors
 
-    return run
+    def _forward(self, x: ChunkInputs) -> ChunkOutputs:
+        kind, tensors = self._kind(x)
+        o, state, *new = kind.compile(tensors) if recorders.compiles else kind.forward(tensors)
+        return ChunkOutputs(o, state, *new, *[None] * (3 - len(new)))
+
+    def _fake(self, x: ChunkInputs) -> ChunkOutputs:
+        (B, _, H, K), V = x.q.shape, x.v.shape[3]
+        state = x.q.new_empty((B, H, K, V), dtype=torch.float32) if x.output_final_state else None
+        saved = [y for y in self._saves(x) if y is not None]
+        return ChunkOutputs(torch.empty_like(x.v), state, *saved, *[None] * (3 - len(saved)))
+
+    def _differentiate(self, x: ChunkInputs, made: ChunkOutputs, grads: ChunkOutputs, wanted: Any) -> dict[str, Some]:
+        do = torch.zeros_like(x.v) if grads.o is None else grads.o
+        return self.backward_op(ChunkBackward(do, grads.state, x, *made[2:]))._asdict()
+
+    def _backward(self, x: ChunkBackward) -> ChunkGradients:
+        given = x.given._replace(g=x.first) if self._summed else x.given
+        kind, tensors = self._kind(given)
+        saved = kind.saved(tensors, [y for y in (x.first, x.second, x.third) if y is not None])
+        found = dict(zip(kind.names, kind.backward((x.do, x.dstate, *saved)), strict=True))
+        return ChunkGradients(*[found.get(name) for name in ChunkGradients._fields])  # type: ignore[arg-type]
+
+    def _backward_fake(self, x: ChunkBackward) -> ChunkGradients:
+        given = x.given._replace(g=x.first) if self._summed else x.given
+        tensors = [getattr(given, name) for name in ChunkGradients._fields]
+        return ChunkGradients(*[None if y is None else torch.empty_like(y) for y in tensors])  # type: ignore[arg-type]
+
+
+def described(q: Tensor, v: Tensor) -> str:
+    """Heads and dtype, for the log of a tuning."""
+    return f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
+
+
+def _sums(x: ChunkInputs) -> Some:
+    """Sums of gates within chunks."""
+    return None if x.g is None else torch.empty_like(x.g)
+
+
+def _pairs(x: ChunkInputs, dtype: torch.dtype | None = None, chunk: int = 64) -> Tensor:
+    """Numbers of pairs of tokens within chunks."""
+    return x.q.new_empty((*x.q.shape[:3], chunk), dtype=dtype)
+
+
+def _of_decay(x: ChunkInputs) -> tuple[Some, ...]:
+    return _sums(x), None if x.g_gamma is None else torch.empty_like(x.g_gamma)
+
+
+def _of_diagonal(x: ChunkInputs) -> tuple[Some, ...]:
+    T = x.q.shape[1]
+    return _sums(x), _pairs(x, torch.float32, 64 if T > 32 else 32 if T > 16 else 16)
+
+
+OPERATIONS = {
+    name: ChunkOp(family, name, function, saves, summed=name == "chunk_gla")
+    for family, name, function, saves in (
+        ("simple_gla", "chunk_simple_gla", "ChunkSimpleGLAFunction", _of_decay),
+        ("gla", "chunk_gla", "ChunkGLAFunction", _of_diagonal),
+        ("kda", "chunk_kda", "ChunkKDAFunction", lambda x: (_sums(x), _pairs(x), _pairs(x))),
+        ("delta_rule", "chunk_delta_rule", "ChunkDeltaRuleFunction", lambda x: (_pairs(x),)),
+        ("gated_delta_rule", "chunk_gated_delta_rule", "ChunkGatedDeltaRuleFunction", lambda x: (_sums(x), _pairs(x))),
+    )
+}
+
+
+@cached_in_traces
+def known(version: str) -> bool:
+    """Whether a release has been read, and launches no other packages' kernels, of which nobody hears."""
+    told = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.installed()
+    return told and os.environ.get("FLA_GLUON", "0") == "0"
