@@ -14,7 +14,7 @@ import torch
 from peer_kernels import HERE, interpret
 from torch import Tensor
 
-from attnzoo import Gate, get, list_variants, oracle
+from attnzoo import Gate, build_attention, get, list_variants, oracle
 from attnzoo.algebra.parts import PARTS
 from attnzoo.forms.backends import fla, fla_mended
 from attnzoo.forms.backends.fla import fla_unavailable
@@ -251,6 +251,45 @@ def test_one_decay_per_head_equals_the_same_for_each_token() -> None:
     shared, each = (run(q, k, v, Gate(log_decay=x), write=write) for x in (g, g.expand(2, 70, 2)))
     assert relative_error(shared, each) <= EPS
     assert relative_error(shared, oracle.linear(*wide((q, k, v, Gate(log_decay=g))), write=write.double())) <= EPS
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("gated_deltanet", False), ("deltanet", True), ("kda", False), ("gla", True), ("retnet", False)],
+)
+def test_compiled_calls_of_several_lengths_are_one_graph(name: str, padded: bool) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(get(name).forms["fla"], fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (40, 20):
+        q, k, v, gate = inputs = given(name, 2, T)
+        skip_where_refused(name, inputs)
+        parts = {part: x.requires_grad_() for part, x in leaves_of(inputs).items() if part != "w"}
+        valid = torch.arange(T, device=HERE) < torch.tensor([[T], [T - 9]], device=HERE) if padded else None
+        found = [function(q, k, v, gate, valid=valid, **rule(name)) for function in (run, get(name).forms["fla"])]
+        grads = [torch.autograd.grad(o.float().square().sum(), [*parts.values()]) for o in found]
+        assert torch.equal(*found)
+        assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.fla
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "kda", "gla"])
+def test_training_steps_of_a_compiled_layer_are_those_of_the_layer(name: str, mode: str) -> None:
+    """First met, recorded and replayed, within a CUDA graph and without."""
+    torch._dynamo.reset()
+    layer = build_attention(name, hidden_size=256, num_heads=4).to(HERE, DTYPE)
+    run = torch.compile(layer, fullgraph=True, mode=mode)
+    for _ in range(5):
+        x, steps = torch.randn(2, 200, 256, device=HERE, dtype=DTYPE, requires_grad=True), []
+        for function in (run, layer):
+            torch.compiler.cudagraph_mark_step_begin()
+            o = function(x)
+            grads = torch.autograd.grad(o.float().square().sum(), [x, *layer.parameters()])
+            steps.append([y.clone() for y in (o, *grads)])
+        assert all(relative_error(a, b) <= 8 * EPS for a, b in zip(*steps, strict=True))
 
 
 def in_plain_operations(name: str) -> fla.Operation:

@@ -90,14 +90,14 @@ def operation(
     return o, state
 
 
-OPERATION = fla_steps.ChunkOp(
+OPERATION = fla_steps.FlaOp(
     "pretended", "operation", "Chunks",
     lambda x: (None if x.initial_state is None else torch.empty_like(x.v), torch.empty_like(x.k)),
 )  # fmt: skip
 
 
 @pytest.fixture
-def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.ChunkOp]:
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[fla_steps.FlaOp]:
     module = types.ModuleType("fla.ops.pretended.chunk")
     module.Chunks = Chunks  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
@@ -249,6 +249,6 @@ def test_what_nobody_has_read_is_the_librarys_own(
 ) -> None:
     monkeypatch.setattr(fla_kernels, "installed", lambda: others)
     monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
-    fla_steps.known.cache_clear()
+    fla_steps.known.cache_clear()  # type: ignore[attr-defined]
     assert fla_steps.known(version) == expected
-    fla_steps.known.cache_clear()
+    fla_steps.known.cache_clear()  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ TENSORS = ("q", "k", "v", "g", "g_gamma", "beta", "initial_state")
 NEUTRAL = {"state_v_first": False}  # arguments of their forward passes without a default; others are None
 
 
-class ChunkInputs(NamedTuple):
+class FlaInputs(NamedTuple):
     """Arguments of an operation by the library's names, contiguous, gates in float32; ``autocast`` is its dtype where
     it is on."""
 
@@ -51,7 +51,7 @@ class ChunkInputs(NamedTuple):
     autocast: torch.dtype | None
 
 
-class ChunkOutputs(NamedTuple):
+class FlaOutputs(NamedTuple):
     """Output, last state, and what the library saves for the gradient beside its arguments."""
 
     o: Tensor
@@ -61,16 +61,16 @@ class ChunkOutputs(NamedTuple):
     third: Some
 
 
-class ChunkBackward(NamedTuple):
+class FlaBackward(NamedTuple):
     do: Tensor
     dstate: Some
-    given: ChunkInputs
+    given: FlaInputs
     first: Some
     second: Some
     third: Some
 
 
-class ChunkGradients(NamedTuple):
+class FlaGradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -146,7 +146,7 @@ def _told() -> contextlib.AbstractContextManager[object]:
     return in_place_of_launches(tell)
 
 
-class ChunkOp:
+class FlaOp:
     """An operation of flash-linear-attention of sequences that are not packed, as an op of torch.
 
     Args:
@@ -156,32 +156,29 @@ class ChunkOp:
     """
 
     def __init__(
-        self, family: str, name: str, function: str, saves: Callable[[ChunkInputs], tuple[Some, ...]],
+        self, family: str, name: str, function: str, saves: Callable[[FlaInputs], tuple[Some, ...]],
         summed: bool = False,
     ) -> None:  # fmt: skip
         self._family, self._name, self._function = family, name, function
         self._saves, self._summed = saves, summed
         self.kinds: dict[tuple[Any, ...], _Kind] = {}
-        self.op = NamedOp(f"attnzoo::fla_{name}", ChunkInputs, ChunkOutputs, self._forward, self._fake)
+        self.op = NamedOp(f"attnzoo::fla_{name}", FlaInputs, FlaOutputs, self._forward, self._fake)
         self.backward_op = NamedOp(
-            f"attnzoo::fla_{name}_bwd", ChunkBackward, ChunkGradients, self._backward, self._backward_fake
+            f"attnzoo::fla_{name}_bwd", FlaBackward, FlaGradients, self._backward, self._backward_fake
         )
         inputs = [x for x in TENSORS if not (summed and x == "g")]
         self.op.differentiable(self._differentiate, inputs=inputs, outputs=("first", "second", "third"))
         self.backward_op.refuse_second_derivatives()
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, initial_state: Some, output_final_state: bool,
-        cu_seqlens: None = None, **gates: Tensor,
-    ) -> tuple[Tensor, Some]:  # fmt: skip
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Some]:
         """Output and last state, of the library's arguments."""
-        tensors = {"q": q, "k": k, "v": v, "initial_state": initial_state, **gates}
-        given = [None if (x := tensors.get(name)) is None else x.contiguous() for name in TENSORS]
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        tensors = {"q": q, "k": k, "v": v, **given}
+        contiguous = [None if (x := tensors.get(name)) is None else x.contiguous() for name in TENSORS]
+        scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
         autocast, device = None, q.device.type
         if not torch.compiler.is_compiling() and torch.is_autocast_enabled(device):
             autocast = torch.get_autocast_dtype(device)
-        made = self.op(ChunkInputs(*given, scale, output_final_state, autocast))  # type: ignore[arg-type]
+        made = self.op(FlaInputs._make((*contiguous, scale, given["output_final_state"], autocast)))
         return made.o, made.state
 
     @functools.cached_property
@@ -199,7 +196,7 @@ class ChunkOp:
         _, *parameters = inspect.signature(function.forward).parameters.values()
         return function, {x.name: NEUTRAL.get(x.name) if x.default is x.empty else x.default for x in parameters}
 
-    def _kind(self, x: ChunkInputs) -> tuple[_Kind, list[Tensor]]:
+    def _kind(self, x: FlaInputs) -> tuple[_Kind, list[Tensor]]:
         """The kind of a call, and its tensors."""
         key = tuple([(one.shape, one.dtype) if isinstance(one, Tensor) else one for one in x])
         kind = self.kinds.get(key)
@@ -218,32 +215,32 @@ class ChunkOp:
             compile_together(partial(kind.compile, tensors))
         return kind, tensors
 
-    def _forward(self, x: ChunkInputs) -> ChunkOutputs:
+    def _forward(self, x: FlaInputs) -> FlaOutputs:
         kind, tensors = self._kind(x)
         o, state, *new = kind.compile(tensors) if recorders.compiles else kind.forward(tensors)
-        return ChunkOutputs(o, state, *new, *[None] * (3 - len(new)))
+        return FlaOutputs(o, state, *new, *[None] * (3 - len(new)))
 
-    def _fake(self, x: ChunkInputs) -> ChunkOutputs:
+    def _fake(self, x: FlaInputs) -> FlaOutputs:
         (B, _, H, K), V = x.q.shape, x.v.shape[3]
         state = x.q.new_empty((B, H, K, V), dtype=torch.float32) if x.output_final_state else None
         saved = [y for y in self._saves(x) if y is not None]
-        return ChunkOutputs(torch.empty_like(x.v), state, *saved, *[None] * (3 - len(saved)))
+        return FlaOutputs(torch.empty_like(x.v), state, *saved, *[None] * (3 - len(saved)))
 
-    def _differentiate(self, x: ChunkInputs, made: ChunkOutputs, grads: ChunkOutputs, wanted: Any) -> dict[str, Some]:
+    def _differentiate(self, x: FlaInputs, made: FlaOutputs, grads: FlaOutputs, wanted: Any) -> dict[str, Some]:
         do = torch.zeros_like(x.v) if grads.o is None else grads.o
-        return self.backward_op(ChunkBackward(do, grads.state, x, *made[2:]))._asdict()
+        return self.backward_op(FlaBackward(do, grads.state, x, *made[2:]))._asdict()
 
-    def _backward(self, x: ChunkBackward) -> ChunkGradients:
+    def _backward(self, x: FlaBackward) -> FlaGradients:
         given = x.given._replace(g=x.first) if self._summed else x.given
         kind, tensors = self._kind(given)
         saved = kind.saved(tensors, [y for y in (x.first, x.second, x.third) if y is not None])
         found = dict(zip(kind.names, kind.backward((x.do, x.dstate, *saved)), strict=True))
-        return ChunkGradients(*[found.get(name) for name in ChunkGradients._fields])  # type: ignore[arg-type]
+        return FlaGradients._make(map(found.get, FlaGradients._fields))
 
-    def _backward_fake(self, x: ChunkBackward) -> ChunkGradients:
+    def _backward_fake(self, x: FlaBackward) -> FlaGradients:
         given = x.given._replace(g=x.first) if self._summed else x.given
-        tensors = [getattr(given, name) for name in ChunkGradients._fields]
-        return ChunkGradients(*[None if y is None else torch.empty_like(y) for y in tensors])  # type: ignore[arg-type]
+        tensors = [getattr(given, name) for name in FlaGradients._fields]
+        return FlaGradients._make(None if y is None else torch.empty_like(y) for y in tensors)
 
 
 def described(q: Tensor, v: Tensor) -> str:
@@ -251,27 +248,27 @@ def described(q: Tensor, v: Tensor) -> str:
     return f"H={q.shape[2]}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
 
 
-def _sums(x: ChunkInputs) -> Some:
+def _sums(x: FlaInputs) -> Some:
     """Sums of gates within chunks."""
     return None if x.g is None else torch.empty_like(x.g)
 
 
-def _pairs(x: ChunkInputs, dtype: torch.dtype | None = None, chunk: int = 64) -> Tensor:
+def _pairs(x: FlaInputs, dtype: torch.dtype | None = None, chunk: int = 64) -> Tensor:
     """Numbers of pairs of tokens within chunks."""
     return x.q.new_empty((*x.q.shape[:3], chunk), dtype=dtype)
 
 
-def _of_decay(x: ChunkInputs) -> tuple[Some, ...]:
+def _of_decay(x: FlaInputs) -> tuple[Some, ...]:
     return _sums(x), None if x.g_gamma is None else torch.empty_like(x.g_gamma)
 
 
-def _of_diagonal(x: ChunkInputs) -> tuple[Some, ...]:
+def _of_diagonal(x: FlaInputs) -> tuple[Some, ...]:
     T = x.q.shape[1]
     return _sums(x), _pairs(x, torch.float32, 64 if T > 32 else 32 if T > 16 else 16)
 
 
 OPERATIONS = {
-    name: ChunkOp(family, name, function, saves, summed=name == "chunk_gla")
+    name: FlaOp(family, name, function, saves, summed=name == "chunk_gla")
     for family, name, function, saves in (
         ("simple_gla", "chunk_simple_gla", "ChunkSimpleGLAFunction", _of_decay),
         ("gla", "chunk_gla", "ChunkGLAFunction", _of_diagonal),
