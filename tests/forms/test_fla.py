@@ -188,7 +188,7 @@ def test_a_scalar_decay_through_the_kernels_of_channels(
     fla._warn.cache_clear()
     called: list[str] = []
     operation = fla._op
-    monkeypatch.setattr(fla, "_op", lambda family, kernel: called.append(kernel) or operation(family, kernel))
+    monkeypatch.setattr(fla, "_op", lambda kernel, x, **gates: called.append(kernel) or operation(kernel, x, **gates))
     inputs = given(name, 2, 70, regime)
     exact, plain = (through(name, "reference", x, [70]) for x in (wide(inputs), inputs))
     assert_within_budget(through(name, "fla", inputs, [33, 70]), plain, exact)
@@ -368,14 +368,11 @@ def test_an_angles_gradient_is_that_of_what_the_peer_returns(name: str, monkeypa
     seen: dict[str, Tensor] = {}
     operation = fla._op
 
-    def watched(family: str, kernel: str) -> Any:
-        def run(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
-            for part, x in (("q", q), ("k", k)):
-                seen[part] = x.detach().double()
-                x.register_hook(lambda grad, part=part: seen.update({"d" + part: grad.double()}))
-            return operation(family, kernel)(q, k, *rest, **options)
-
-        return run
+    def watched(kernel: str, x: fla.Prepared, **gates: Tensor) -> Any:
+        for part, y in (("q", x.q), ("k", x.k)):
+            seen[part] = y.detach().double()
+            y.register_hook(lambda grad, part=part: seen.update({"d" + part: grad.double()}))
+        return operation(kernel, x, **gates)
 
     monkeypatch.setattr(fla, "_op", watched)
     q, k, v, gate = inputs = given(name, 1, 1024 if HERE == "cuda" else 70)

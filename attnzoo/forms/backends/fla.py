@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from attnzoo.kernels.common.device import (
     machine,
 )
 from attnzoo.kernels.common.together import compile_together
-from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces, untraced
+from attnzoo.kernels.common.untraced import cached_in_traces, untraced
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -306,7 +306,8 @@ def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """The output by ``chunk_kda``, for the delta rule with a decay per channel and perhaps a scalar decay."""
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     if torch.is_grad_enabled() and fla_pairs.serves(x.q) and fla_pairs.register():
-        fla_pairs.proven(_numbers(x.q.shape[2], x.q.shape[2], x.q.shape[3]), x.q.dtype, x.q.device)  # not in a backward pass
+        H, K = _numbers(x.q.shape[2:])
+        fla_pairs.proven((H, H, K), x.q.dtype, x.q.device)  # not in a backward pass
     return _op("chunk_kda", x, g=_channels(x), beta=beta)
 
 
@@ -326,13 +327,13 @@ def _detour(gate: Gate, q: Tensor) -> str:
 
 
 def _mended(q: Tensor, v: Tensor) -> bool:
-    G, H, K, V = (len(range(n)) for n in fla_mended.heads_of(q, v))  # numbers where a compiler has symbols
-    return _proven((G, H, K, V), q.dtype, q.device)
+    G, H, K, V = _numbers(fla_mended.heads_of(q, v))
+    return fla_mended.proven((G, H, K, V), q.dtype, q.device)
 
 
-@constant_in_traces
-def _proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    return fla_mended.proven(sizes, dtype, device)
+def _numbers(sizes: Sequence[int]) -> list[int]:
+    """The sizes as numbers, where a compiler may have symbols for them."""
+    return [len(range(n)) for n in sizes]
 
 
 def _goes_around(x: Prepared) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.recording import recorders
-from attnzoo.kernels.common.untraced import cached_in_traces
+from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -105,6 +105,7 @@ def heads_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     return q.shape[2], v.shape[2], q.shape[3], v.shape[3]
 
 
+@constant_in_traces
 def proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel agrees with its definition for heads of sizes (G, H, K, V) here, packed and not; else a line
     is logged."""
@@ -156,7 +157,7 @@ def hand_over(operation: str, name: str, verifier: Callable[..., Any], function:
     return True
 
 
-@functools.cache
+@cached_in_traces
 def register() -> bool:
     """Give the library the kernel, where it takes one."""
     return hand_over("common", "chunk_bwd_dqkwg", verified, gradients)

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnzoo.forms.backends.fla_mended import CHUNK, chunks_of, hand_over
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.recording import recorders
+from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -93,6 +94,7 @@ def definition(x: dict[str, Tensor]) -> list[Tensor]:
     return [y[None] for y in (dq, dk, db, dg)]
 
 
+@constant_in_traces
 def proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel agrees with its definition for heads of sizes (G, H, K) here, packed and not; else a line is
     logged."""
@@ -130,7 +132,7 @@ def _proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return True
 
 
-@functools.cache
+@cached_in_traces
 def register() -> bool:
     """Give the library the kernel, where it takes one."""
     return hand_over("kda", "chunk_kda_bwd_intra", verified, gradients)
