@@ -51,7 +51,7 @@ def attend(forms: Any, form: str, rows: Rows, fragments: Fragments, transport: s
     if transport not in get_args(Transport):
         raise unknown("transport", transport, get_args(Transport))
     fragments.cut(rows.q)
-    if fragments.ranks == 1:
+    if fragments.ranks == 1 or not len(rows.q):
         return _whole(forms, form, rows, fragments.own_borders)
     found = _exchanged(forms, form, rows, fragments, transport)
     inputs = rows.named().values()  # of one token a form may leave out a gate, which comes from a window over ranks
@@ -140,7 +140,7 @@ def _check_kind(forms: Any) -> None:
 def _whole(forms: Any, form: str, rows: Rows, borders: Sequence[int]) -> Any:
     """The output of rows in each of which documents have these borders."""
     B, T = rows.q.shape[:2]
-    if len(borders) == 2:
+    if len(borders) == 2 or not B:
         return forms.whole(form, rows.q, rows.k, rows.v, rows.gate, rows.options)
     ends = [0, *(b * T + end for b in range(B) for end in borders[1:])]
     packed = rows.map(lambda x: x.flatten(0, 1)[None])  # one row of all documents

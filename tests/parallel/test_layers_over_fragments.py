@@ -1,10 +1,13 @@
 """Layers and models on several ranks give what one process gives of whole sequences, gradients too."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layers import layer, rows
 from ranks import on_ranks
 from torch._dynamo.utils import counters
@@ -66,6 +69,32 @@ def test_a_layer_on_two_ranks_is_the_layer(case):
         for number, (y, _) in enumerate(found):
             assert (y - whole[:, fragments.index(number)]).abs().max() <= 1e-10 * whole.abs().max()
         assert_all_close({n: found[0][1][n] + found[1][1][n] for n in expected}, expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["rope_gla", "rwkv7", "fox", "path_fox"])
+@settings(max_examples=3)
+@given(data=st.data())
+def test_documents_and_windows_may_be_cut_anywhere(name, data):
+    cuts, ends = (data.draw(st.sets(st.integers(1, T - 1), min_size=n, max_size=8), label="cuts") for n in (3, 0))
+    spans = pairwise([0, *sorted(cuts), T])
+    owners = data.draw(st.permutations([n % 4 for n in range(len(cuts) + 1)]))
+    fragments = Fragments.of(
+        [(*span, rank) for span, rank in zip(spans, owners, strict=True)], 4, [0, *sorted(ends), T]
+    )
+    attn, x = layer(name, token_mix=True, conv_size=3), rows(1, T)
+    whole = attn(x, cu_seqlens=torch.tensor(fragments.borders))
+    expected = gradients(attn, whole.square().sum())
+
+    def rank(_):
+        mine = copy.deepcopy(attn)
+        with context_parallel(fragments):
+            y = mine(fragments.shard(x))
+        return y.detach(), gradients(mine, y.square().sum())
+
+    found = on_ranks(4, rank)
+    for number, (y, _) in enumerate(found):
+        assert (y - whole[:, fragments.index(number)]).abs().max() <= 1e-10 * whole.abs().max()
+    assert_all_close({n: sum(one[n] for _, one in found) for n in expected}, expected, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["rope_gla", "fox", "gated_deltanet"])
