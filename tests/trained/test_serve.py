@@ -374,7 +374,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
 
-def test_the_line_comes_once_the_server_answers_and_it_ends_with_the_process_that_started_it():
+def test_the_line_comes_once_the_server_answers_and_it_ends_with_the_process_that_started_it(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not asked
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     code = "from attnzoo.trained.serving.server import run_until_signal as run\n"

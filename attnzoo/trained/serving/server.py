@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -246,7 +247,9 @@ def run_until_signal(words: list[str], address: str, line: str) -> Iterator[str]
     Raises:
         UnavailableError: it has failed.
     """
-    with subprocess.Popen(words, preexec_fn=_end_with_parent) as process:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux; looked up before the fork, where no thread has a lock
+    end_with_parent = None if prctl is None else lambda: prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    with subprocess.Popen(words, preexec_fn=end_with_parent) as process:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda number, _: process.send_signal(number))
         while process.poll() is None and not _answers(address):
@@ -258,15 +261,10 @@ def run_until_signal(words: list[str], address: str, line: str) -> Iterator[str]
         raise UnavailableError(f"vLLM has ended with exit code {code}")
 
 
-def _end_with_parent() -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux
-    if prctl is not None:
-        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def _answers(address: str) -> bool:
+    alone = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is for others
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
+        with alone.open(f"{address}/health", timeout=5) as reply:
             return bool(reply.status == HTTPStatus.OK)
-    except OSError:
+    except (OSError, HTTPException):
         return False
