@@ -90,6 +90,7 @@ def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
     for name, wanted in (("experiment", Path(plan.name).stem), ("size", plan.size)):
         if (found := getattr(record, name)) != wanted:
             raise ValueError(f"--resume-from: expected a result of the {name} {wanted!r}, got {found!r}")
+    machine = ", ".join(value for name, value in record.machine.items() if name != "before")
     for run in (*record.tried, *record.runs):
         said = f"--resume-from: {run.arm}, seed {run.seed}, learning rate {rate_in_words(run.lr)}"
         if run.arm not in experiment.arm_names:
@@ -106,7 +107,7 @@ def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
             raise ValueError(f"{said} {why}: expected runs as this command makes them")
         known = known_run(folder, key)
         if known is None or not (known.values or known.note):
-            keep(folder, run)
+            keep(folder, replace(run, machine=run.machine or machine))
 
 
 def place(

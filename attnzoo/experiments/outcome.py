@@ -39,6 +39,7 @@ class Trained:
         guesses: errors of a constant answer: probe -> place -> guess. Empty where no answers are asked.
         key: digest of its settings, text and probes.
         weights: identity of the weights that were measured; empty if none were.
+        machine: that of the result that it was taken from; empty if it was made where its result was.
     """
 
     arm: str
@@ -54,6 +55,7 @@ class Trained:
     guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
     key: str = ""
     weights: str = ""
+    machine: str = ""
 
     def betters(self, probe: str, by: float = BETTER) -> bool:
         """Whether a probe's number, at any place, is better than a guess by ``by`` standard errors.

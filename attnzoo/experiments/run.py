@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -122,7 +123,7 @@ def run_experiment(
         raise TimeoutError(f"no model was trained and measured{when}; the same command goes on")
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
-        describe_machine(accelerator=not on_cpu) | _before(record),
+        describe_machine(accelerator=not on_cpu) | _before(runs),
         to_yaml(replace(first, output_dir=os.path.relpath(first.output_dir, plan.out))), plan.seeds,
     )  # fmt: skip
     save_outcome(outcome, plan.out / RESULT)
@@ -141,9 +142,10 @@ def run_experiment(
     return page
 
 
-def _before(record: Outcome | None) -> dict[str, str]:
-    """What is said, beside the machine, of the runs of an earlier result."""
-    return {} if record is None else {"before": f"{len(record.runs)} runs on {', '.join(record.machine.values())}"}
+def _before(runs: Sequence[Trained]) -> dict[str, str]:
+    """What is said, beside the machine, of the runs that were taken from earlier results."""
+    counts = Counter(run.machine for run in runs if run.machine)
+    return {"before": "; ".join(f"{n} runs on {machine}" for machine, n in counts.items())} if counts else {}
 
 
 def run_rate(plan: Schedule, name: str, lr: float) -> Trained:

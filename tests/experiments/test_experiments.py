@@ -475,10 +475,13 @@ def test_a_result_that_comes_from_elsewhere_is_gone_on_from(done, monkeypatch):
     assert "--resume-from part.json" in again.command
     assert again.machine["before"].startswith("3 runs on ")
     for kind in ("runs", "tried"):
-        then, now = ([replace(run, date="", seconds=0.0) for run in getattr(of, kind)] for of in (whole, again))
+        then, now = (
+            [replace(run, date="", seconds=0.0, machine="") for run in getattr(of, kind)] for of in (whole, again)
+        )
         assert now == then
-    result = CliRunner().invoke(app, command)  # the folder keeps them
+    CliRunner().invoke(app, command, catch_exceptions=False)  # the folder keeps them, and where they were made
     assert len(folders) == 1
+    assert load_outcome(Path("out/result.json")).machine == again.machine
 
 
 def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypatch):
@@ -490,7 +493,9 @@ def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypa
     command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
     CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
     again = load_outcome(Path("out/result.json"))
-    assert (again.tried, again.runs) == (first, whole.runs)
+    assert all(run.machine for run in (*again.tried, *again.runs))
+    for now, then in ((again.tried, first), (again.runs, whole.runs)):
+        assert tuple(replace(run, machine="") for run in now) == then
 
 
 @pytest.mark.parametrize(
