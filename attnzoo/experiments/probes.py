@@ -320,10 +320,8 @@ class PrunedLoss:
         if not prunes(subject.model):
             return {}
         losses, windows = [], subject.windows(self.length)
-        for prune in (None, Prune()):
-            with pruning(
-                subject.model, prune
-            ):  # in float32: what is rounded to 16 bits may be more than the difference
+        for prune in (None, Prune()):  # in float32: what 16 bits round may be more than the difference
+            with pruning(subject.model, prune):
                 losses.append(float(token_losses(subject.model, windows).mean()))
         return {1.0: losses[1] - losses[0]}
 

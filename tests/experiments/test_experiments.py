@@ -26,7 +26,7 @@ from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
 from attnzoo.experiments.plan import Schedule
-from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, verdict_table
+from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, row_in_words, verdict_table
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
 
@@ -530,4 +530,5 @@ def test_a_row_of_fewer_seeds_than_planned_says_how_many(done):
     assert "| fox (1 of 2 seeds) |" in page
     assert "| none, one head |" in page
     assert "nan" not in page
+    assert " ," not in row_in_words(find(done), outcome, find(done).arms[0])
     assert "fox (1 of 2 seeds)</th>" in render_experiment(find(done), outcome)

@@ -127,7 +127,7 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
 def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
     """An arm's row of the table of numbers, for the terminal."""
     number, columns = experiment.arms.index(arm), _columns(experiment, outcome)
-    cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}" for column in columns)
+    cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}".rstrip() for column in columns)
     return f"{arm.name}{_fewer(outcome, arm)} (learning rate {_rate(outcome, arm)}): {cells}"
 
 
