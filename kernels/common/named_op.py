@@ -73,11 +73,13 @@ class NamedOp(Generic[Inputs, Outputs]):
         replays: whether ``run`` depends on nothing but its inputs, and so may be replayed (``replay.py``).
         together: whether the kernels of a first call that records a gradient are compiled with those of the gradient;
             no value that a kernel computes may decide what is launched.
+        captured: whether compilers may capture it in a CUDA graph; else it runs between two of them.
     """
 
     def __init__(
         self, name: str, inputs: type[Inputs], outputs: type[Outputs], run: Callable[[Inputs], Outputs],
         fake: Callable[[Inputs], Outputs], changes: Sequence[str] = (), replays: bool = False, together: bool = False,
+        captured: bool = True,
     ) -> None:  # fmt: skip
         self._together, self._compiled = together, set[tuple[Any, ...]]()
         self.run, self.inputs, self.outputs = run, _Fields(inputs), _Fields(outputs)
@@ -88,7 +90,9 @@ class NamedOp(Generic[Inputs, Outputs]):
             return lambda leaves: self.outputs.leaves(function(self.inputs.built(leaves)))
 
         self._run = Replay(leaves_of(run)) if replays else leaves_of(run)
-        definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes)
+        unsafe = None if captured else getattr(torch.Tag, "cudagraph_unsafe", None)  # torch from 2.9 on
+        tags = {} if unsafe is None else {"tags": (unsafe,)}
+        definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
 

@@ -218,6 +218,13 @@ def test_compiled_calls_without_a_gradient_are_of_the_same_graph(repeating: Any)
     assert torch.equal(got, operation(x, x + 1, x + 2)[0])
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch before 2.9 has no such tag")
+def test_no_operation_is_captured_in_a_cuda_graph() -> None:
+    for operation in fla_steps.OPERATIONS.values():
+        for op in (operation.op.op, operation.backward_op.op):
+            assert torch.Tag.cudagraph_unsafe in op.tags
+
+
 @pytest.mark.parametrize("carried", [False, True])
 def test_an_operation_is_an_op_of_torch(carried: bool, repeating: Any) -> None:
     q, k, v, state = (torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(4))

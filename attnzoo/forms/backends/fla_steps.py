@@ -149,6 +149,9 @@ def _told() -> contextlib.AbstractContextManager[object]:
 class FlaOp:
     """An operation of flash-linear-attention of sequences that are not packed, as an op of torch.
 
+    Compilers run it between CUDA graphs: PyTorch refused a graph that held it, as something kept 12 tensors of the
+    graph's memory.
+
     Args:
         family, name, function: its module under ``fla.ops``, its name, and its torch.autograd.Function there.
         saves: of its arguments, tensors of the shapes and dtypes of what it saves beside them.
@@ -162,9 +165,9 @@ class FlaOp:
         self._family, self._name, self._function = family, name, function
         self._saves, self._summed = saves, summed
         self.kinds: dict[tuple[Any, ...], _Kind] = {}
-        self.op = NamedOp(f"attnzoo::fla_{name}", FlaInputs, FlaOutputs, self._forward, self._fake)
+        self.op = NamedOp(f"attnzoo::fla_{name}", FlaInputs, FlaOutputs, self._forward, self._fake, captured=False)
         self.backward_op = NamedOp(
-            f"attnzoo::fla_{name}_bwd", FlaBackward, FlaGradients, self._backward, self._backward_fake
+            f"attnzoo::fla_{name}_bwd", FlaBackward, FlaGradients, self._backward, self._backward_fake, captured=False
         )
         inputs = [x for x in TENSORS if not (summed and x == "g")]
         self.op.differentiable(self._differentiate, inputs=inputs, outputs=("first", "second", "third"))
