@@ -91,7 +91,7 @@ class NamedOp(Generic[Inputs, Outputs]):
 
         self._run = Replay(leaves_of(run)) if replays else leaves_of(run)
         unsafe = None if captured else getattr(torch.Tag, "cudagraph_unsafe", None)  # torch from 2.9 on
-        tags = {} if unsafe is None else {"tags": (unsafe,)}
+        tags: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
         definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
