@@ -127,8 +127,8 @@ def run(
     asked += ["--resume-from", str(resume_from)] if resume_from else []
     asked += [word for claim in claims for word in ("--claim", claim)]
     command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
-    record = load_outcome(resume_from) if resume_from else None
-    given = load_outcome(rates) if rates else record
+    record = load_outcome(resume_from, "--resume-from") if resume_from else None
+    given = load_outcome(rates, "--rates") if rates else record
     tried = Counter(run.arm for run in record.tried) if record and not rates else Counter[str]()
     chosen = {run.arm: run.lr for run in given.runs if tried[run.arm] < 2} if given else {}
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)

@@ -162,8 +162,8 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
     write_whole(path, json.dumps({**kept, "digest": _digest(kept)}, indent=1) + "\n")
 
 
-def load_outcome(path: Path) -> Outcome:
-    """Read what `save_outcome` wrote.
+def load_outcome(path: Path, option: str = "") -> Outcome:
+    """Read what `save_outcome` wrote; errors begin with the option that names the file.
 
     Raises:
         ValueError: the file is not what was written.
@@ -175,7 +175,7 @@ def load_outcome(path: Path) -> Outcome:
         runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}
         return Outcome(**{**kept, **runs})
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not readable: {error}") from error
+        raise ValueError(f"{f'{option}: ' if option else ''}{path} is not readable: {error}") from error
 
 
 def as_json(run: Trained) -> dict[str, Any]:

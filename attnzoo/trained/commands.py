@@ -41,7 +41,7 @@ class Lists(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         [alone] = {"--list", "--presets"} & {name for option in self.params for name in option.opts}
-        beside = [word for word in args if word != alone]
+        beside = [word for word in args if word not in (alone, *ctx.help_option_names)]
         if alone in args and beside and not ctx.resilient_parsing:
             raise click.UsageError(f"{alone}: expected nothing beside it, got {shlex.join(beside)}", ctx)
         return super().parse_args(ctx, args)

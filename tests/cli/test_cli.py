@@ -404,3 +404,9 @@ def test_the_package_runs_as_a_module() -> None:
 def test_a_key_given_twice_is_refused_by_name(run: Any, tiny: Path, command: tuple[str, ...]) -> None:
     ran = run(*command, tiny, "steps=3", "model.hidden_size=3", "steps=4")
     assert_refused(ran, "override 'steps=4': expected steps once, got it twice")
+
+
+def test_help_may_stand_beside_what_else_stands_alone() -> None:
+    result = CliRunner().invoke(cli.app, ["list", "--presets", "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output

@@ -518,6 +518,12 @@ def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
         start(done, record=change(outcome))
 
 
+@pytest.mark.parametrize("option", ["--resume-from", "--rates"])
+def test_a_result_that_is_not_there_is_refused_by_its_option(done, option):
+    result = CliRunner().invoke(app, ["experiment", "run", done, option, "none.json"])
+    assert str(result.exception).startswith(f"{option}: none.json is not readable: ")
+
+
 def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
     with pytest.raises(ValueError, match=r"fox, seed 0, learning rate .*: expected the learning rate of --rates, 0\.3"):
         start(done, record=load_outcome(Path("out/result.json")), rates={"fox": 0.3})
