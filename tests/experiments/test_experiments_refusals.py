@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -210,9 +211,8 @@ def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
 
     monkeypatch.setattr("attnzoo.experiments.probes.token_losses", losses)
     windows = torch.arange(3 * 33).view(3, 33)
-    subject = SimpleNamespace(
-        model=None, windows=lambda factor: windows, config=load_config(None, ["data.context_length=8"])
-    )
+    config = load_config(None, ["data.context_length=8"])
+    subject = SimpleNamespace(model=None, windows=lambda factor: windows, losses=partial(losses, None), config=config)
     assert AddedByLength().measure(subject) == {2.0: 0.5, 3.0: 0.5, 4.0: 0.5}
     assert LossByPlace().measure(subject)[4.0] > LossByPlace().measure(subject)[1.0] + 20
 
