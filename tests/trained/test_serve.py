@@ -281,13 +281,22 @@ def test_a_generator_that_fails_is_told_to_all_who_ask(loaded, monkeypatch):
     def fail(*_):
         raise RuntimeError("the device is gone")
 
-    worker = Worker(loaded, generator := Generator(loaded.model, 1, 64))
+    class Slowly(dict):
+        def values(self):
+            for live in super().values():
+                yield live
+                time.sleep(0.2)  # who was told has gone
+
+    worker, missed = Worker(loaded, generator := Generator(loaded.model, 1, 64)), []
     monkeypatch.setattr(generator, "step", fail)
+    monkeypatch.setattr(worker, "_live", Slowly())
+    monkeypatch.setattr(threading, "excepthook", missed.append)
     worker.start()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the generator has failed: the device is gone"):
             asyncio.run(ask(worker))
     worker.close()
+    assert not missed
 
 
 def test_chat_messages_become_a_prompt_by_the_tokenizers_template(run, loaded, tmp_path):

@@ -97,7 +97,8 @@ class Worker:
         numbers: list[int] = []
 
         def give(piece: Piece | Exception) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, piece)
+            with suppress(RuntimeError):  # the loop has ended, and with it who waits
+                loop.call_soon_threadsafe(inbox.put_nowait, piece)
 
         self._orders.put(partial(self._add, wanted, numbers, give))
         left = len(wanted)
