@@ -162,6 +162,9 @@ def layers() -> str:
     return markdown(titles, lines)
 
 
+COSTS = {"first_s": "first step, s", "peak_GiB": "GiB"}  # of a GPT's eager and compiled steps; graphs hide their memory
+
+
 def gpt() -> str:
     """A GPT's training with each attention: of each run, the newest first, what no newer one has. Shares are of SDPA
     in the same run."""
@@ -175,15 +178,16 @@ def gpt() -> str:
         shown = {key: row for key, row in rows.items() if key not in newer}
         newer |= {*rows}
         for name in dict.fromkeys(name for name, _ in shown):
-            cells = []
-            for mode in modes:
-                row = shown.get((name, mode))
-                speed = f"{row['tokens_per_second'] / 1e3:.0f}" if row else ""
-                share = f"{row['tokens_per_second'] / rows[PLAIN, mode]['tokens_per_second']:.2f}" if row else ""
-                cells += [speed, share, f"{row['first_s']:.0f}" if row else "", f"{row['peak_GiB']:.0f}" if row else ""]
-            lines.append([name, *cells, machine(record), link(folder)])
-    titles = [x for mode in modes for x in (f"{mode}, thousand tokens/s", "of SDPA's", "first step, s", "GiB")]
-    return markdown(["", *titles, "GPU, Triton", ""], lines)
+            found = {mode: row for mode in modes if (row := shown.get((name, mode)))}
+            whole = {mode: rows[PLAIN, mode]["tokens_per_second"] for mode in found}
+            speeds = {
+                mode: f"{row['tokens_per_second'] / 1e3:.0f} ({row['tokens_per_second'] / whole[mode]:.2f})"
+                for mode, row in found.items()
+            }
+            costs = [f"{found[mode][key]:.0f}" if mode in found else "" for key in COSTS for mode in modes[:2]]
+            lines.append([name, *(speeds.get(mode, "") for mode in modes), *costs, machine(record), link(folder)])
+    costs = [f"{said}, {mode}" for said in COSTS.values() for mode in modes[:2]]
+    return markdown(["", *modes, *costs, "GPU, Triton", ""], lines)
 
 
 def five() -> str:
