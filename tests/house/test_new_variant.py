@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, register
+from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, register, registry
 from attnzoo.cli import app
 from attnzoo.registry import unregister
 from attnzoo.testing import (
@@ -228,7 +228,8 @@ def plug_in(folder: Path, target: str) -> None:
 
 
 def run_with(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    other = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", registry.FILES: ""}  # none that another test registered
+    environment = {**os.environ, **other}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
