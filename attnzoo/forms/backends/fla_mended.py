@@ -11,7 +11,7 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ logger = logging.getLogger("attnzoo.fla")
 NAME = "attnzoo"  # in its registry
 CHUNK = 64  # tokens
 MOST_ERROR = 2**-6  # of the kernel in 16 bits, relative, by norms
+TEXTS = [0, 5, 71, 199], [0, 130]  # borders of those that prove the kernel
 
 
 def verified(
@@ -111,34 +112,48 @@ def proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
     is logged."""
     if not recorders.compiles:
         return _proven(sizes, dtype, device)
-    for _, x in _cases(sizes, dtype, device):
+    for _, x in cases(drawn, TEXTS, sizes, dtype, device):
         gradients(**x, scale=0.3)
     return True  # no launch has computed anything yet
 
 
-def _cases(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Arguments on the CPU, packed, and on the device, packed and not."""
-    for borders in ([0, 5, 71, 199], [0, 130]):
+def cases(
+    drawn: Callable[..., dict[str, Tensor]], texts: Sequence[list[int]], sizes: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:  # fmt: skip
+    """Arguments ``drawn`` for sizes and borders of texts: on the CPU, packed; on the device, one text not packed."""
+    for borders in texts:
         with torch.device("cpu"):  # whatever the default device
             given = drawn(sizes, borders, dtype)
         alone = {} if len(borders) > 2 else {"cu_seqlens": None, "chunk_indices": None}
         yield given, {name: y.to(device) for name, y in given.items()} | alone
 
 
+def agree(
+    kernel: Callable[..., Sequence[Tensor]], definition: Callable[[dict[str, Tensor]], Sequence[Tensor]],
+    of: Iterator[tuple[dict[str, Tensor], dict[str, Any]]], most: float,
+) -> bool:  # fmt: skip
+    """Whether a kernel is off from its definition by ``most`` at most in all cases, relative, by norms."""
+    for given, x in of:
+        with torch.device("cpu"):
+            wanted = definition(given)
+        for got, want in zip(kernel(**x), wanted, strict=True):
+            if not (got.cpu() - want).norm() <= most * want.norm():
+                return False
+    return True
+
+
 @functools.cache
 @torch.no_grad()
 def _proven(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    for given, x in _cases(sizes, dtype, device):
-        for got, want in zip(gradients(**x, scale=0.3), definition(given, 0.3), strict=True):
-            if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
-                logger.warning(
-                    "the backward kernel of a gated delta rule is miscompiled here for G=%d, H=%d, K=%d, V=%d: "
-                    "flash-linear-attention's kernels with a decay per channel run instead", *sizes,
-                )  # fmt: skip
-                return False
-    return True
+    by = functools.partial(gradients, scale=0.3), functools.partial(definition, scale=0.3)
+    agrees = agree(*by, cases(drawn, TEXTS, sizes, dtype, device), MOST_ERROR)
+    if not agrees:
+        logger.warning(
+            "the backward kernel of a gated delta rule is miscompiled here for G=%d, H=%d, K=%d, V=%d: "
+            "flash-linear-attention's kernels with a decay per channel run instead", *sizes,
+        )  # fmt: skip
+    return agrees
 
 
 def hand_over(operation: str, name: str, verifier: Callable[..., Any], function: Callable[..., Any]) -> bool:

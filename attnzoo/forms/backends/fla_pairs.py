@@ -7,13 +7,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.forms.backends.fla_mended import CHUNK, chunks_of, hand_over
+from attnzoo.forms.backends.fla_mended import CHUNK, agree, cases, chunks_of, hand_over
 from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces
@@ -21,6 +20,7 @@ from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces
 logger = logging.getLogger("attnzoo.fla")
 
 MOST_ERROR = 2**-9  # of the kernel, relative, by norms
+TEXTS = [0, 5, 75], [0, 70]  # borders of those that prove it
 ARGUMENTS = ("q", "k", "g", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg")  # by that library's names
 CLOSED = -115.0  # log2 of a decay that is next to nothing
 
@@ -100,36 +100,21 @@ def proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     logged."""
     if not recorders.compiles:
         return _proven(sizes, dtype, device)
-    for _, x in _cases(sizes, dtype, device):
+    for _, x in cases(drawn, TEXTS, sizes, dtype, device):
         gradients(**x)
     return True  # no launch has computed anything yet
-
-
-def _cases(
-    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Arguments on the CPU, packed, and on the device, packed and not."""
-    for borders in ([0, 5, 75], [0, 70]):
-        with torch.device("cpu"):  # whatever the default device
-            given = drawn(sizes, borders, dtype)
-        alone = {} if len(borders) > 2 else {"cu_seqlens": None, "chunk_indices": None}
-        yield given, {name: y.to(device) for name, y in given.items()} | alone
 
 
 @functools.cache
 @torch.no_grad()
 def _proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    for given, x in _cases(sizes, dtype, device):
-        with torch.device("cpu"):
-            wanted = definition(given)
-        for got, want in zip(gradients(**x), wanted, strict=True):
-            if not (got.cpu() - want).norm() <= MOST_ERROR * want.norm():
-                logger.warning(
-                    "the kernel of gradients of pairs is miscompiled here for G=%d, H=%d, K=%d: "
-                    "flash-linear-attention's own runs instead", *sizes,
-                )  # fmt: skip
-                return False
-    return True
+    agrees = agree(gradients, definition, cases(drawn, TEXTS, sizes, dtype, device), MOST_ERROR)
+    if not agrees:
+        logger.warning(
+            "the kernel of gradients of pairs is miscompiled here for G=%d, H=%d, K=%d: "
+            "flash-linear-attention's own runs instead", *sizes,
+        )  # fmt: skip
+    return agrees
 
 
 @cached_in_traces
