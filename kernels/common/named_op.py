@@ -90,7 +90,7 @@ class NamedOp(Generic[Inputs, Outputs]):
             return lambda leaves: self.outputs.leaves(function(self.inputs.built(leaves)))
 
         self._run = Replay(leaves_of(run)) if replays else leaves_of(run)
-        unsafe = None if captured else getattr(torch.Tag, "cudagraph_unsafe", None)  # torch from 2.9 on
+        unsafe = None if captured else getattr(torch.Tag, "cudagraph_unsafe", None)  # older releases have none
         tags: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
         definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))

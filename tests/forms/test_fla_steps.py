@@ -218,7 +218,7 @@ def test_compiled_calls_without_a_gradient_are_of_the_same_graph(repeating: Any)
     assert torch.equal(got, operation(x, x + 1, x + 2)[0])
 
 
-@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch before 2.9 has no such tag")
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
 def test_no_operation_is_captured_in_a_cuda_graph() -> None:
     for operation in fla_steps.OPERATIONS.values():
         for op in (operation.op.op, operation.backward_op.op):
