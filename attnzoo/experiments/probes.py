@@ -292,6 +292,8 @@ class KeptBlocks(ByLength):
         return max(self.lengths)
 
     def measure(self, subject: Probed) -> dict[float, float]:
+        if not prunes(subject.model):
+            return {}
         found = {}
         for length in self.lengths:
             maps = gate_maps(subject.model, subject.windows(length)[0, :-1], block=self.block)

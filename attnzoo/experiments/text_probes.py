@@ -89,11 +89,10 @@ class KeptByHead:
     task: ClassVar[bool] = False
 
     def measure(self, subject: Probed) -> dict[float, float]:
-        maps = gate_maps(subject.model, subject.windows(1.0)[0, :-1], block=self.block)
-        kept = [gate.prune["tail"].kept for gate in maps if "tail" in gate.prune]
-        if not kept:
+        if not prunes(subject.model):
             return {}
-        heads = np.concatenate(kept)
+        maps = gate_maps(subject.model, subject.windows(1.0)[0, :-1], block=self.block)
+        heads = np.concatenate([gate.prune["tail"].kept for gate in maps if "tail" in gate.prune])
         return dict(zip(self.at, np.histogram(heads, (0.0, *self.at))[0] / len(heads), strict=True))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnzoo.data import Data
-from attnzoo.experiments.probes import Loss, LossByPlace, Probed, PrunedLoss
+from attnzoo.experiments.probes import KeptBlocks, Loss, LossByPlace, Probe, Probed, PrunedLoss
 from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, LossByStretch, Needle, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -76,7 +76,6 @@ def test_histogram_of_heads_tells_local_from_global_ones():
     """Of four heads three forget at once and one never does."""
     found = KeptByHead(block=2).measure(subject(forgetting([[-30.0, -30.0, 30.0, -30.0]])))
     assert found == {0.25: 0.75, 0.5: 0, 0.75: 0, 1.0: 0.25}
-    assert KeptByHead().measure(subject(LanguageModel(PLAIN).eval())) == {}
 
 
 def test_blocks_kept_by_depth_are_those_of_a_quarter_of_the_layers():
@@ -86,7 +85,6 @@ def test_blocks_kept_by_depth_are_those_of_a_quarter_of_the_layers():
     assert found[0.25] < 0.5 < found[0.5] == found[0.75] == found[1.0] == 1
     three = KeptByDepth().measure(subject(forgetting([[-30.0], [30.0], [30.0]]), context=512))
     assert three[0.25] < three[0.5] < three[0.75] == three[1.0] == 1
-    assert KeptByDepth().measure(subject(LanguageModel(PLAIN).eval())) == {}
 
 
 def test_a_larger_eps_keeps_fewer_blocks_and_moves_the_loss_further():
@@ -95,7 +93,14 @@ def test_a_larger_eps_keeps_fewer_blocks_and_moves_the_loss_further():
     assert 1 >= kept[1e-8] > kept[0.5] > 0
     assert abs(change[0.5]) > abs(change[1e-8])
     assert all(milliseconds > 0.01 for milliseconds in ByEps("x", "seconds", (0.5,)).measure(asked).values())
-    assert ByEps("x", "kept").measure(subject(LanguageModel(PLAIN).eval())) == {}
+
+
+@pytest.mark.parametrize("attention", ["nope", "mamba2"])
+def test_probes_of_pruning_do_not_read_a_text_with_a_model_that_has_nothing_to_prune(attention):
+    model = LanguageModel(replace(PLAIN, attention=attention)).eval()
+    model.register_forward_pre_hook(lambda layer, given: pytest.fail("read a text for nothing"))
+    probes: list[Probe] = [KeptBlocks(), KeptByHead(), KeptByDepth(), ByEps("x", "kept"), PrunedLoss()]
+    assert [probe.measure(subject(model)) for probe in probes] == [{}] * len(probes)
 
 
 def test_needle_is_found_by_a_model_that_copies_what_followed_the_question(monkeypatch):
