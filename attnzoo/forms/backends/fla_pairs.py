@@ -4,23 +4,15 @@ decays and strengths from pairs of tokens of a chunk. It is taken for heads for 
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.forms.backends.fla_mended import CHUNK, agree, cases, chunks_of, hand_over
+from attnzoo.forms.backends.fla_replaced import CHUNK, Replacement, chunks_of, in_chunks, indices_of_chunks
 from attnzoo.kernels.common.device import machine
-from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.untraced import cached_in_traces, constant_in_traces
 
-logger = logging.getLogger("attnzoo.fla")
-
-MOST_ERROR = 2**-9  # of the kernel, relative, by norms
-TEXTS = [0, 5, 75], [0, 70]  # borders of those that prove it
 ARGUMENTS = ("q", "k", "g", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg")  # by that library's names
 CLOSED = -115.0  # log2 of a decay that is next to nothing
 
@@ -49,9 +41,8 @@ def gradients(
     """What its ``chunk_kda_bwd_intra`` returns."""
     from attnzoo.kernels.linear.pair_backward import Pairs, pair_gradients
 
-    if chunk_indices is None and cu_seqlens is not None:
-        chunk_indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(cu_seqlens, CHUNK)
-    return pair_gradients(Pairs(*(given[name].contiguous() for name in ARGUMENTS)), cu_seqlens, chunk_indices)
+    chunks = indices_of_chunks(cu_seqlens, chunk_indices)
+    return pair_gradients(Pairs(*(given[name].contiguous() for name in ARGUMENTS)), cu_seqlens, chunks)
 
 
 def drawn(sizes: tuple[int, int, int], borders: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -63,22 +54,16 @@ def drawn(sizes: tuple[int, int, int], borders: list[int], dtype: torch.dtype) -
     found |= {name: torch.randn(1, T, G, K, generator=make).to(dtype) for name in "qk"}
     found["beta"] = torch.rand(1, T, H, generator=make).to(dtype)
     shut = (torch.rand(1, T, H, K, generator=make) < 0.1) & (torch.arange(T) >= T // 2)[:, None, None]
-    g = torch.where(shut, CLOSED, -torch.rand(1, T, H, K, generator=make))
-    chunks = chunks_of(borders)
-    for n, i in chunks:
-        rows = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
-        g[:, rows] = g[:, rows].cumsum(1)
-    return found | {"g": g, "cu_seqlens": torch.tensor(borders), "chunk_indices": torch.tensor(chunks)}
+    return found | in_chunks(torch.where(shut, CLOSED, -torch.rand(1, T, H, K, generator=make)), borders)
 
 
 def definition(x: dict[str, Tensor]) -> list[Tensor]:
     """What :func:`gradients` returns for what is :func:`drawn`, chunk by chunk in float64."""
-    (G, H), borders = (x["q"].shape[2], x["g"].shape[2]), x["cu_seqlens"].tolist()
+    G, H = x["q"].shape[2], x["g"].shape[2]
     each = {n: y[0].double() for n, y in x.items() if n not in ("cu_seqlens", "chunk_indices")}
     q, k = (each[n].repeat_interleave(H // G, 1) for n in "qk")
     dq, dk, db, dg = (each[n].clone() for n in ("dq", "dk", "db", "dg"))
-    for n, i in x["chunk_indices"].tolist():
-        at = slice(borders[n] + i * CHUNK, min(borders[n] + (i + 1) * CHUNK, borders[n + 1]))
+    for *_, at in chunks_of(x["cu_seqlens"].tolist()):
         c, t = each["g"][at], torch.arange(len(each["g"][at]))
         seen, before = (t[:, None] >= t)[..., None], (t[:, None] > t)[..., None]
         weights = (c[:, None] - c[None]).masked_fill(~seen[..., None], -torch.inf).exp2()  # [t, s, H, K]
@@ -94,30 +79,20 @@ def definition(x: dict[str, Tensor]) -> list[Tensor]:
     return [y[None] for y in (dq, dk, db, dg)]
 
 
+REPLACEMENT = Replacement(
+    "kda", "chunk_kda_bwd_intra", verified, gradients, drawn, definition, texts=([0, 5, 75], [0, 70]),
+    most_error=2**-9, refused="the kernel of gradients of pairs is miscompiled here for G=%d, H=%d, K=%d: "
+    "flash-linear-attention's own runs instead",
+)  # fmt: skip
+
+
 @constant_in_traces
 def proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel agrees with its definition for heads of sizes (G, H, K) here, packed and not; else a line is
-    logged."""
-    if not recorders.compiles:
-        return _proven(sizes, dtype, device)
-    for _, x in cases(drawn, TEXTS, sizes, dtype, device):
-        gradients(**x)
-    return True  # no launch has computed anything yet
-
-
-@functools.cache
-@torch.no_grad()
-def _proven(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    agrees = agree(gradients, definition, cases(drawn, TEXTS, sizes, dtype, device), MOST_ERROR)
-    if not agrees:
-        logger.warning(
-            "the kernel of gradients of pairs is miscompiled here for G=%d, H=%d, K=%d: "
-            "flash-linear-attention's own runs instead", *sizes,
-        )  # fmt: skip
-    return agrees
+    """Whether the kernel agrees with its definition for heads of sizes (G, H, K) here; else a line is logged."""
+    return REPLACEMENT.proven(sizes, dtype, device)
 
 
 @cached_in_traces
 def register() -> bool:
     """Give the library the kernel, where it takes one."""
-    return hand_over("kda", "chunk_kda_bwd_intra", verified, gradients)
+    return REPLACEMENT.hand_over()
