@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
-from attnzoo.forms.backends import fla, fla_mended, fox_path
+from attnzoo.forms.backends import fla, fla_delta, fox_path
 from attnzoo.kernels.common import device
 from attnzoo.kernels.linear import segments
 from attnzoo.layer import dispatch
@@ -82,9 +82,9 @@ def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
 
 def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "MISCOMPILING", "3.6.0")
-    monkeypatch.setattr(fla_mended, "register", lambda: True)
+    monkeypatch.setattr(fla_delta, "register", lambda: True)
     assert row(pretend((9, 0), (3, 6)), "gated_deltanet", "training").kernels == ""
-    monkeypatch.setattr(fla_mended, "register", lambda: False)
+    monkeypatch.setattr(fla_delta, "register", lambda: False)
     report = pretend((9, 0), (3, 6))
     training = row(report, "gated_deltanet", "training")
     assert (training.form, training.kernels) == ("fla", "chunks, a decay per channel")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo import Gate, build_attention, get, list_variants, oracle
 from attnzoo.algebra.parts import PARTS
-from attnzoo.forms.backends import fla, fla_mended
+from attnzoo.forms.backends import fla, fla_delta
 from attnzoo.forms.backends.fla import fla_unavailable
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.protocol import Call
@@ -184,7 +184,7 @@ def test_a_scalar_decay_through_the_kernels_of_channels(
     """What trains where Triton miscompiles the kernels of a scalar decay; said once."""
     monkeypatch.setattr(fla, "_hopper", lambda q: True)
     monkeypatch.setattr(fla, "MISCOMPILING", "3.6.0")
-    monkeypatch.setattr(fla_mended, "register", lambda: False)
+    monkeypatch.setattr(fla_delta, "register", lambda: False)
     fla._warn.cache_clear()
     called: list[str] = []
     operation = fla._op

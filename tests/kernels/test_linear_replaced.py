@@ -14,15 +14,15 @@ import torch
 from part_cases import ALSO_ON_A_GPU, DEVICE
 from torch import Tensor
 
-from attnzoo.forms.backends import fla_mended, fla_pairs
+from attnzoo.forms.backends import fla_delta, fla_pairs
 from attnzoo.kernels.linear.pair_backward import TILES, Pairs, PairTiles, pair_gradients
 from attnzoo.testing import relative_error
 
 pytestmark = ALSO_ON_A_GPU
 NAMES = ("dq", "dk", "db", "dg")
-SIZES = {fla_mended: (1, 2, 16, 16), fla_pairs: (1, 2, 16)}
+SIZES = {fla_delta: (1, 2, 16, 16), fla_pairs: (1, 2, 16)}
 REFUSED: dict[Any, dict[str, Any]] = {
-    fla_mended: {"g": None, "w": None, "state_v_first": True, "chunk_size": 32, "q": torch.zeros(1, 3, 1, 16)},
+    fla_delta: {"g": None, "w": None, "state_v_first": True, "chunk_size": 32, "q": torch.zeros(1, 3, 1, 16)},
     fla_pairs: {"g": torch.zeros(1).half(), "dAqk": torch.zeros(1).half(), "chunk_size": 32, "use_graph": True},
 }
 of_each = pytest.mark.parametrize("module", SIZES, ids=lambda module: module.REPLACEMENT.name)
@@ -36,9 +36,9 @@ def there(x: dict[str, Any]) -> dict[str, Any]:
 def test_gradients_of_a_delta_rule_are_those_of_the_definition(
     G: int, H: int, K: int, V: int, borders: list[int]
 ) -> None:
-    x = there(fla_mended.drawn((G, H, K, V), borders, torch.float16))
-    found = fla_mended.gradients(**x, scale=0.3)
-    for name, got, want in zip(("dq", "dk", "dw", "dg"), found, fla_mended.definition(x, 0.3), strict=True):
+    x = there(fla_delta.drawn((G, H, K, V), borders, torch.float16))
+    found = fla_delta.gradients(**x, scale=0.3)
+    for name, got, want in zip(("dq", "dk", "dw", "dg"), found, fla_delta.definition(x, 0.3), strict=True):
         assert relative_error(got, want) <= 3e-3, name
         assert got.dtype == (torch.float32 if name == "dg" else torch.float16)
 

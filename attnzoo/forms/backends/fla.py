@@ -26,7 +26,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.values import OPAQUE, in_transform, records
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla_mended, fla_pairs, fla_steps
+from attnzoo.forms.backends import fla_delta, fla_pairs, fla_steps
 from attnzoo.forms.backends.fla_tuning import all_tiles, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
@@ -318,7 +318,7 @@ def _miscompiled(gate: Gate, q: Tensor) -> bool:
 
 def _detour(gate: Gate, q: Tensor) -> str:
     """The reason why a scalar decay must run on the kernels for a decay per channel, or ""."""
-    if not _miscompiled(gate, q) or (gate.w is not None and fla_mended.register()):
+    if not _miscompiled(gate, q) or (gate.w is not None and fla_delta.register()):
         return ""
     return (
         f"Triton {MISCOMPILING} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels "
@@ -327,8 +327,8 @@ def _detour(gate: Gate, q: Tensor) -> str:
 
 
 def _mended(q: Tensor, v: Tensor) -> bool:
-    G, H, K, V = _numbers(fla_mended.heads_of(q, v))
-    return fla_mended.proven((G, H, K, V), q.dtype, q.device)
+    G, H, K, V = _numbers(fla_delta.heads_of(q, v))
+    return fla_delta.proven((G, H, K, V), q.dtype, q.device)
 
 
 def _numbers(sizes: Sequence[int]) -> list[int]:
