@@ -77,22 +77,6 @@ def test_key_tiles_may_be_wider_than_a_unit() -> None:
         within_budget(case, x, run(fox_attention, case, x, impl="triton"))
 
 
-def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(original):  # type: ignore[no-untyped-def]
-        def new(*args, **kwargs):  # type: ignore[no-untyped-def]
-            t = original(*args, **kwargs)
-            return t.fill_(math.nan) if t.is_floating_point() else t.fill_(-(2**30))
-
-        return new
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    for case in (Case(T=70, S=101, sink=True), Case(gate="const"), Case(gate="none", K=24, V=40)):
-        ours = triton(case, inputs(case, torch.float32))
-        assert all(bool(t.isfinite().all()) for t in ours.values())
-
-
 def test_two_runs_give_the_same_bits() -> None:
     case = Case(T=70, S=130, sink=True)
     x = inputs(case, torch.float32)

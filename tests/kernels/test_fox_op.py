@@ -10,6 +10,7 @@ import pytest
 import torch
 from fox_cases import DEVICE, Case, inputs, run
 from named_ops import FAKES, opcheck
+from torch._dynamo.testing import CompileCounter
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
@@ -67,19 +68,14 @@ def test_compiles_as_one_graph_for_any_length() -> None:
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
         return fox_attention(q * 2, k, v, log_decay=log_decay, prune=Prune(), impl="triton") + 1
 
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    counter = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for T in (66, 80, 131):
         case = Case(T=T, S=T, K=8, V=8, gate="open")
         x = inputs(case, torch.float32)
         got, want = run(compiled_keywords(compiled), case, x), run(compiled_keywords(layer), case, x)
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def compiled_keywords(fn: Any) -> Any:

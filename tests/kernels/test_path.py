@@ -105,24 +105,6 @@ def test_w_and_beta_in_the_dtype_of_q() -> None:
     within_budget(case, x, ours)
 
 
-def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(original):  # type: ignore[no-untyped-def]
-        def new(*args, **kwargs):  # type: ignore[no-untyped-def]
-            t = original(*args, **kwargs)
-            return t.fill_(math.nan) if t.is_floating_point() else t.fill_(-(2**30))
-
-        return new
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    pruned = Case(gate="strong", T=300, H=1, options={"prune": Prune(), "scale": 0.1})
-    for case in (Case(T=141, H=1), Case(gate="none", T=70, K=32, V=48), pruned):
-        ours = triton(case, inputs(case, torch.float32))
-        for name, t in ours.items():
-            assert bool(t.isfinite().all()), f"{case}: {name}"
-
-
 def test_two_runs_give_the_same_bits() -> None:
     case = Case(T=130)
     x = inputs(case, torch.float32)

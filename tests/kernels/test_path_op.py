@@ -10,6 +10,7 @@ import pytest
 import torch
 from named_ops import FAKES, opcheck
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
+from torch._dynamo.testing import CompileCounter
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
@@ -152,19 +153,14 @@ def named(fn: Any) -> Any:
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    counter = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for T in (40, 66, 131):
         case = Case(T=T, H=1, gate="open")
         x = inputs(case, torch.float32)
         got, want = run(named(compiled), case, x), run(named(layer), case, x)
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -112,22 +110,6 @@ def test_errors_do_not_grow_after_strong_gates() -> None:
     x = inputs(case, torch.float32)
     x["log_diag"][:, :100] = -50.0
     within_budget(case, x, triton(case, x))
-
-
-def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(original: Callable[..., Any]) -> Callable[..., Any]:
-        def new(*args: Any, **kwargs: Any) -> Any:
-            t = original(*args, **kwargs)
-            return t.fill_(math.nan) if t.is_floating_point() else t.fill_(-(2**30))
-
-        return new
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    for case in (Case(T=140, H=1, sink=True), Case(T=66, H=2, G=1)):
-        for name, t in triton(case, inputs(case, torch.float32)).items():
-            assert bool(t.isfinite().all()), f"{case}: {name}"
 
 
 def test_inputs_need_not_be_contiguous() -> None:

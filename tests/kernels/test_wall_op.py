@@ -9,6 +9,7 @@ import torch
 from fox_cases import DEVICE
 from named_ops import FAKES, opcheck
 from path_cases import large_tiles
+from torch._dynamo.testing import CompileCounter
 from transforms import assert_only_auto_is_transformed
 from wall_cases import Case, inputs
 
@@ -69,19 +70,14 @@ def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_diag: torch.Ten
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    counter = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for T in (40, 131):
         x = inputs(Case(T=T, H=1), torch.float32)
         leaves = [x[n].requires_grad_() for n in ORDER[:4]]
         got, want = (torch.autograd.grad(fn(*leaves).sum(), leaves) for fn in (compiled, layer))
         assert all(map(torch.equal, got, want))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
