@@ -2,7 +2,7 @@
 
 from attnzoo.experiments.catalogue.pairs import PACKAGES, SIZES
 from attnzoo.experiments.claims import Claim, below
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace
 
 PAPER = "Lin et al., Forgetting Transformer (2025)"
@@ -41,5 +41,15 @@ EXPERIMENT = Experiment(
         Expectation(f"A gate that depends on the data is better than {what}, whatever T_max, in the {block} block.",
                     f"{PAPER}, Figure 7", best_of_none(gate, block))
         for block in BLOCKS for gate, what in (("independent", "one that does not"), ("fixed", "a fixed one"))
+    ),
+    measured=(
+        Measured(
+            "cpu", "2026-11-29", "two busy cores of an AMD EPYC", "2026-11-29-fox_gates-cpu.json",
+            "Contexts of 128 bytes, and 0.3 MB of text. In the Pro block the gate that depends on the data is ahead of "
+            "all eight others by 0.04 to 0.05 nats. In the LLaMA block it is by 0.02 to 0.03 in the mean, but its own "
+            "seeds differ by more. T_max hardly matters in so short a context (0.02 nats at most), nor does it whether "
+            "a gate that is the same for all tokens is learnt. A context four times as long adds "
+            "less than a hundredth of a nat to any of them.",
+        ),
     ),
 )  # fmt: skip
