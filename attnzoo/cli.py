@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import PATH, corpus, data, overrides_argument, tokenize
+from attnzoo.data.command import PATH, Choice, corpus, data, overrides_argument, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
@@ -189,7 +189,7 @@ def _show_preset(name: str) -> None:
     help="hidden_size / num_heads, which is K and V of most layers.",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True,
+    "--dtype", type=Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True,
     help="Dtype of the layers' weights and inputs.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON, for programs.")
@@ -204,6 +204,7 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 
     from attnzoo.doctor import examine
 
+    torch.set_num_threads(1)  # on a busy machine small tensors wait far longer for threads than they take
     report = examine(head_dim, getattr(torch, dtype))
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text(), nl=as_json)
 

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from attnzoo.data.command import Choice
 from attnzoo.terminal import console, new_table, print_table
 
 
@@ -25,10 +26,10 @@ def _shape(context: click.Context, parameter: click.Parameter, said: str | None)
 @click.option("--examples", type=click.IntRange(min=1), default=10, show_default=True, help="Cases of each law.")
 @click.option("--shape", callback=_shape, metavar="B,H,T,K", help="Sizes of all inputs.  [default: drawn]")
 @click.option(
-    "--dtype", type=click.Choice(["float64", "float32", "bfloat16", "float16"]), default="float64", show_default=True,
+    "--dtype", type=Choice(["float64", "float32", "bfloat16", "float16"]), default="float64", show_default=True,
     help="float64: the laws; another: every form in it, against its precision.",
 )  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where kernels run.")
+@click.option("--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", help="Where kernels run.")
 @click.option("--interpret", is_flag=True, help="Triton's kernels on a CPU, in Triton's interpreter.")
 @click.option(
     "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Seed of the random inputs."

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from attnzoo.data.command import overrides_argument
+from attnzoo.data.command import Choice, overrides_argument
 from attnzoo.experiments.builtin import built_in, find_config
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -207,7 +207,7 @@ def generate(**options: Any) -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Timed steps.")
 @seconds(500)
 @click.option("--resume", is_flag=True, help="Keep the rows that --out has, and measure the others.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to train.")
+@click.option("--device", type=Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to train.")
 def gpt(
     batch: int, context: int, hidden: int, layers: int, heads: int, vocabulary: int, device: str, **options: Any
 ) -> None:
@@ -233,7 +233,7 @@ def gpt(
     help="Of `acp_throughput`; may be given several times.",
 )
 @out("acp")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where to train.")
+@click.option("--device", type=Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where to train.")
 @click.option("--learn", type=click.IntRange(min=2), default=120, show_default=True, help="Steps learned first.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps per measurement.")
 @click.option("--repeats", type=click.IntRange(min=1), default=4, show_default=True, help="How often to measure.")
@@ -256,7 +256,7 @@ def acp(device: str, **options: Any) -> None:
 @click.argument("config")
 @overrides_argument
 @out("train")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Run here instead of where the configuration says.")
+@click.option("--device", type=Choice(["auto", "cpu"]), help="Run here instead of where the configuration says.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps per measurement, and to warm up."
 )

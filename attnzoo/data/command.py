@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from attnzoo.errors import did_you_mean
+
 if TYPE_CHECKING:
     from attnzoo.data.shards import TokenShards
     from attnzoo.data.tokenizer import Tokenized
@@ -23,6 +25,13 @@ class PathType(click.Path):
         if value == "":
             self.fail("expected a path, got ''", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Choice(click.Choice[str]):
+    """The type of an option that is one of some words, which names the nearest to another word."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"expected one of {', '.join(self.choices)}, got {value!r}{did_you_mean(value, self.choices)}"
 
 
 PATH = PathType(path_type=Path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from attnzoo.data.command import PATH, overrides_argument
+from attnzoo.data.command import PATH, Choice, overrides_argument
 from attnzoo.errors import UnavailableError
 
 CLAIM = click.option(
@@ -88,7 +88,7 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
 @click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for sizes cpu..., else auto]")
+@click.option("--device", type=Choice(["auto", "cpu"]), help="[default: cpu for sizes cpu..., else auto]")
 @click.option(
     "--rates", type=PATH, help="A result.json, of another size, whose learning rates are taken, model by model."
 )

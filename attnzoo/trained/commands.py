@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnzoo.data.command import PATH, F, to_option, words_of
+from attnzoo.data.command import PATH, Choice, F, to_option, words_of
 
 if TYPE_CHECKING:
     from attnzoo.trained.continuation import Continuation
@@ -108,9 +108,9 @@ def number_or_text(kind: type) -> Callable[[str], Any]:
     return read
 
 
-device_option = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+device_option = click.option("--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 dtype_option = click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
+    "--dtype", type=Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
 
 
@@ -128,7 +128,7 @@ def engine_options(command: F) -> F:
             "layers together, `2 MiB total`.",
         ),
         click.option(
-            "--kv-dtype", type=click.Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
+            "--kv-dtype", type=Choice(["fp8"]), help="Of cached keys and values; the model's own if not given."
         ),
         click.option("--draft", type=PATH, help="Another run or model folder, which proposes tokens; it changes none."),
         click.option(
@@ -145,7 +145,7 @@ def engine_options(command: F) -> F:
 @click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
 @click.option(
     "--schedule",
-    type=click.Choice(["constant", "cosine"]),
+    type=Choice(["constant", "cosine"]),
     required=True,
     help="Learning rate from here: level, or a new cosine to 0.",
 )

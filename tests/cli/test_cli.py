@@ -219,6 +219,7 @@ def test_a_readout_of_a_file_is_listed_shown_verified_and_trained_by_one_word(
         (["train", "fox-pro-12m"], ["did you mean 'fox-pro-125m'", "attnzoo list --presets"]),
         (["verify", "--sed", "1"], ["'--seed'"]),
         (["verify", "--seed", "x"], ["'x'"]),
+        (["doctor", "--dtype", "bfloat"], ["'--dtype'", "expected one of bfloat16, ", "did you mean 'bfloat16'"]),
         (["verify", "--shape", "1,2"], ["'--shape'", "expected B,H,T,K, four whole numbers", "'1,2'"]),
         (["verify", "fox", "--interpret", "--dtype", "bfloat16"], ["expected float32 or float16"]),
         (["verify", "--seed", "9223372036854775808"], ["'--seed'", "0<=x<=2147483647"]),

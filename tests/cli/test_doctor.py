@@ -202,8 +202,11 @@ def test_the_budget_of_gates_in_keys_is_said_where_no_kernel_of_ours_runs(monkey
     assert "[1] triton: not here" in text
 
 
-def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
+def test_every_variant_and_situation_is_in_the_report_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).output)
+    assert threads == [1]
     assert {(row["variant"], row["when"]) for row in report["rows"]} == {
         (name, when) for name in (*list_variants(), *list_variants("other")) for when in doctor.situations(get(name))
     }

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from attnzoo.data.command import PATH
+from attnzoo.data.command import PATH, Choice
 from attnzoo.trained.commands import engine_options
 
 
 @click.command()
 @click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
 @click.option(
-    "--engine", type=click.Choice(["auto", "vllm", "attnzoo"]), default="auto", show_default=True,
+    "--engine", type=Choice(["auto", "vllm", "attnzoo"]), default="auto", show_default=True,
     help="What draws the tokens; auto takes vLLM where it is installed and serves the model.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at: this machine alone.")
