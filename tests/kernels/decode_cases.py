@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fox_cases import DEVICE, draw_gate
+from fox_cases import DEVICE, Sizes, draw_gate
 from fox_cases import Case as FoxCase
 from torch import Tensor
 
@@ -17,24 +17,15 @@ from attnzoo.kernels.fox.reference import fox_reference
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """One call of paged_attention; ``lengths`` say B, ``first`` the evicted pages of each (sequence, key head)."""
 
     lengths: tuple[int, ...] = (150,)
     T: int = 1
-    H: int = 2
-    G: int = 1
-    K: int = 16
-    V: int = 16
     gate: str = "open"  # as in fox_cases
     first: tuple[int, ...] = ()
     page: int = 64
     sink: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lengths = "_".join(map(str, self.lengths))
-        return f"{self.gate}-{lengths}-T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}" + "-sink" * self.sink
 
 
 @dataclass

@@ -19,28 +19,54 @@ SMALL = Tiles(64, 64, 4, 1)  # several tiles in each direction at test sizes
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of fox_attention: sizes, gate regime and options."""
+class Sizes:
+    """One call: sizes, gate regime and options; a test's name has the fields that are not the default."""
 
-    B: int = 1
-    T: int = 130
-    S: int = 130
+    T: int = 150
     H: int = 2
     G: int = 1
     K: int = 16
     V: int = 16
-    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), const, const_shut, none
-    sink: bool = False
-    cu_seqlens: tuple[int, ...] | None = None
+    gate: str = "mixed"
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        extra = "".join(f"-{k}" for k in self.options) + ("-sink" if self.sink else "")
-        packed = "-packed" if self.cu_seqlens else ""
-        return f"{self.gate}-B{self.B}T{self.T}S{self.S}H{self.H}G{self.G}K{self.K}V{self.V}{packed}{extra}"
+        usual, given = type(self)(), [self.gate]
+        for name, value in vars(self).items():
+            if value != getattr(usual, name) and name != "gate":
+                several = "_".join(map(str, value)) if isinstance(value, tuple | dict) else value
+                given.append(name if value is True else f"{name}{several}")
+        return "-".join(given)
 
 
-def draw_gate(case: Case, generator: torch.Generator) -> Tensor | None:
+@dataclass(frozen=True)
+class Packable(Sizes):
+    """One call of as many queries as keys, whose rows may have a sink, or be several sequences."""
+
+    B: int = 1
+    sink: bool = False
+    cu_seqlens: tuple[int, ...] | None = None
+    S = property(lambda self: self.T)
+
+
+@dataclass(frozen=True)
+class Case(Packable):
+    """One call of fox_attention; gates are open, mixed, strong, shut, ones (log gate exactly 0), const, const_shut or
+    none."""
+
+    T: int = 130
+    S: int = 130
+
+
+def heads(case: Packable, dtype: torch.dtype, generator: torch.Generator, names: str = "qkvo") -> dict[str, Tensor]:
+    """q, k, v and do of unit scale."""
+    q, k = (case.B, case.T, case.H), (case.B, case.S, case.G)
+    shapes = {"q": (*q, case.K), "k": (*k, case.K), "v": (*k, case.V), "o": (*q, case.V)}
+    drawn = {name: torch.randn(shapes[name], generator=generator).to(dtype) for name in names}
+    return {"do" if name == "o" else name: x for name, x in drawn.items()}
+
+
+def draw_gate(case: Packable, generator: torch.Generator) -> Tensor | None:
     shape = (case.B, case.S, case.H)
     u = torch.rand(shape, generator=generator)
     g = -0.2 * torch.rand(shape, generator=generator)
@@ -66,16 +92,7 @@ def draw_gate(case: Case, generator: torch.Generator) -> Tensor | None:
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """q, k, v, do and, where the case has them, log_decay and sink; q and k of unit scale."""
     generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    x = {
-        "q": randn(case.B, case.T, case.H, case.K),
-        "k": randn(case.B, case.S, case.G, case.K),
-        "v": randn(case.B, case.S, case.G, case.V),
-        "do": randn(case.B, case.T, case.H, case.V),
-    }
+    x = heads(case, dtype, generator)
     gate = draw_gate(case, generator)
     if gate is not None:
         x["log_decay"] = gate
@@ -108,7 +125,7 @@ def far_apart(x: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]
     return views
 
 
-def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+def run(fn: Any, case: Packable, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
     """Output and gradients of fn at x; with ``return_lse`` also the log-sum-exp, and gradients of a loss of both."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
     named = {"log_decay": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
@@ -125,7 +142,7 @@ def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Ten
     return found | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def oracle(case: Case, x: dict[str, Tensor], reference: Any = fox_reference) -> dict[str, Tensor]:
+def oracle(case: Packable, x: dict[str, Tensor], reference: Any = fox_reference) -> dict[str, Tensor]:
     return run(reference, case, {name: t.double() for name, t in x.items()})
 
 
@@ -136,7 +153,7 @@ def triton(case: Case, x: dict[str, Tensor], tiles: Tiles | None = SMALL) -> dic
 
 
 def within_budget(
-    case: Case, x: dict[str, Tensor], ours: dict[str, Tensor], reference: Any = fox_reference,
+    case: Packable, x: dict[str, Tensor], ours: dict[str, Tensor], reference: Any = fox_reference,
     summed: tuple[str, ...] = ("dlog_decay",),
 ) -> None:  # fmt: skip
     """Error against float64 at most twice that of PyTorch in the same dtype, plus a band of rounding.

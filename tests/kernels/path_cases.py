@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import fox_cases
 import pytest
 import torch
 import wall_cases
-from fox_cases import DEVICE, draw_gate, run
+from fox_cases import DEVICE, Packable, draw_gate, heads, run
 from torch import Tensor
 
 from attnzoo.kernels.common.tiles import Kind, Tiles
@@ -20,32 +20,11 @@ from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of path_attention: sizes, gate and beta regimes, and options."""
+class Case(Packable):
+    """One call of path_attention; gates as in fox_cases, but for a constant one."""
 
-    B: int = 1
-    T: int = 150
-    H: int = 2
-    G: int = 1
-    K: int = 16
-    V: int = 16
-    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), none
     beta: str = "any"  # any (uniform in 0..2, some exactly 0 or 2), zero, two
     diag: str = ""  # of the channels' gates (wall_cases): open, mixed, strong; or none
-    sink: bool = False
-    cu_seqlens: tuple[int, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    S = property(lambda self: self.T)  # what draw_gate asks for
-
-    def __str__(self) -> str:
-        extra = (
-            "".join(f"-{k}" for k in self.options)
-            + ("-packed" if self.cu_seqlens else "")
-            + ("-sink" if self.sink else "")
-            + (f"-{self.diag}" if self.diag else "")
-        )
-        return f"{self.gate}-{self.beta}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}"
 
 
 @pytest.fixture(autouse=True)
@@ -69,23 +48,15 @@ def draw_beta(case: Case, generator: torch.Generator) -> Tensor:
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """q, k, v, w, beta, do and, where the case has them, log_decay and sink; w and beta in float32."""
     generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    x = {
-        "q": randn(case.B, case.T, case.H, case.K).to(dtype),
-        "k": randn(case.B, case.T, case.G, case.K).to(dtype),
-        "v": randn(case.B, case.T, case.G, case.V).to(dtype),
-        "w": torch.nn.functional.normalize(randn(case.B, case.T, case.G, case.K), dim=-1),
-        "beta": draw_beta(case, generator),
-        "do": randn(case.B, case.T, case.H, case.V).to(dtype),
-    }
+    x = heads(case, dtype, generator, "qkv")
+    w = torch.randn(x["k"].shape, generator=generator)
+    x |= {"w": torch.nn.functional.normalize(w, dim=-1), "beta": draw_beta(case, generator)}
+    x |= heads(case, dtype, generator, "o")
     gate = draw_gate(case, generator)
     if gate is not None:
         x["log_decay"] = gate
     if case.sink:
-        x["sink"] = randn(case.H)
+        x["sink"] = torch.randn(case.H, generator=generator)
     if case.diag:
         x["log_diag"] = wall_cases.draw_gate(case, case.diag, generator)
     return {name: t.to(DEVICE) for name, t in x.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from fox_cases import DEVICE
+from fox_cases import DEVICE, Sizes
 from torch import Tensor
 
 from attnzoo.algebra import oracle
@@ -24,25 +24,16 @@ from attnzoo.kernels.decode.plan import override_plan
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """A step of T tokens, of which sequence b gets the last ``count[b]``, to ``lengths[b]`` tokens."""
 
     lengths: tuple[int, ...] = (150, 3)
     T: int = 1
-    H: int = 2
-    G: int = 1
-    K: int = 16
-    V: int = 16
     gate: str = "open"  # none, or mixed: with closed ones
     first: tuple[int, ...] = ()  # evicted pages of each sequence
     count: tuple[int, ...] = ()
     factors: int | None = None
     group: int = 1  # pages
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lengths = "_".join(map(str, self.lengths))
-        return f"{self.gate}-{lengths}-T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}"
 
 
 CASES = [
