@@ -120,13 +120,9 @@ def gated_deltanet(settings: Settings) -> Peer:
     """Gated DeltaNet, with more value heads than key heads where `num_v_heads` says so."""
     settings.only("use_short_conv", True)
     gated, kind = settings.get("use_gate", True), settings.get("output_gate_activation", "swish")
-    K, H = settings.get("head_dim", 256), settings["num_heads"]
-    V, heads = int(K * settings.get("expand_v", 2.0)), settings.get("num_v_heads", settings["num_heads"])
-    options: dict[str, Any] = {
-        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H,
-        "conv_size": settings.get("conv_size", 4), "allow_neg_eigval": settings.get("allow_neg_eigval", False),
-        "output_gate": ("sigmoid" if kind == "sigmoid" else "swish") if gated else "none", **_output_norm(settings),
-    }  # fmt: skip
+    heads, options = _value_heads(settings, 256, 2.0)
+    options["allow_neg_eigval"] = settings.get("allow_neg_eigval", False)
+    options["output_gate"] = ("sigmoid" if kind == "sigmoid" else "swish") if gated else "none"
 
     def attention(take: Take, index: int) -> Named:
         return _gated_delta_rule(take, gated)
@@ -184,13 +180,8 @@ def comba(settings: Settings) -> Peer:
     for name in ("use_output_correction", "use_inner_decay"):
         settings.only(name, True, False)  # its model does not tell them to its layers, which have both
     gated = settings.get("use_output_gate", True)
-    K, H = settings.get("head_dim", 256), settings["num_heads"]
-    V, heads = int(K * settings.get("expand_v", 2.0)), settings.get("num_v_heads", H)
-    options: dict[str, Any] = {
-        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H,
-        "conv_size": settings.get("conv_size", 4), "query_correction": True,
-        "output_gate": "sigmoid" if gated else "none", **_output_norm(settings),
-    }  # fmt: skip
+    heads, options = _value_heads(settings, 256, 2.0)
+    options |= {"query_correction": True, "output_gate": "sigmoid" if gated else "none"}
 
     def attention(take: Take, index: int) -> Named:
         yield from _gated_delta_rule(take, gated)
@@ -203,13 +194,8 @@ def kda(settings: Settings) -> Peer:
     """Kimi Delta Attention, with more value heads than key heads where `num_v_heads` says so."""
     for name, value in (("use_short_conv", True), ("safe_gate", False), ("lower_bound", None)):
         settings.only(name, value)
-    K, H = settings.get("head_dim", 128), settings["num_heads"]
-    V, heads = int(K * settings.get("expand_v", 1.0)), settings.get("num_v_heads", H)
-    options: dict[str, Any] = {
-        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H, "channel_rank": V,
-        "conv_size": settings.get("conv_size", 4), "allow_neg_eigval": settings.get("allow_neg_eigval", False),
-        **_output_norm(settings),
-    }  # fmt: skip
+    heads, options = _value_heads(settings, 128, 1.0)
+    options |= {"channel_rank": options["value_dim"], "allow_neg_eigval": settings.get("allow_neg_eigval", False)}
 
     def attention(take: Take, index: int) -> Named:
         yield from _convolved(take)
@@ -259,6 +245,14 @@ def retnet(settings: Settings) -> Peer:
         yield from _swish_gate(take)
 
     return _peer(settings, "retnet", options, attention)
+
+
+def _value_heads(settings: Settings, head_dim: int, expand_v: float) -> tuple[int, dict[str, Any]]:
+    """The number of value heads, of which there may be more than of key heads, and options of their layers."""
+    K, H = settings.get("head_dim", head_dim), settings["num_heads"]
+    V, heads = int(K * settings.get("expand_v", expand_v)), settings.get("num_v_heads", H)
+    sizes = {"head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H}
+    return heads, {**sizes, "conv_size": settings.get("conv_size", 4), **_output_norm(settings)}
 
 
 def _peer(
