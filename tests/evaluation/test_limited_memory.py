@@ -15,7 +15,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
 
-def model_of(name="fox", **options):
+def model_of(name="fox", bias=None, **options):
     torch.manual_seed(0)
     attention = [{"name": name, "options": {"forgetting": {"window": 3, "width": 8}, "qk_norm": "rms", **options}}]
     config = ModelConfig(attention=attention, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
@@ -24,6 +24,8 @@ def model_of(name="fox", **options):
         for layer in model.attentions():
             for parameter in layer.forget.parameters():
                 parameter += 0.3 * torch.randn_like(parameter)
+            if bias is not None:
+                layer.forget.bias.fill_(bias)
     return model
 
 
@@ -199,10 +201,7 @@ def test_a_budget_for_all_tokens_changes_nothing():
 
 @pytest.mark.parametrize("name", ["fox", "path"])
 def test_forgets_is_what_the_layers_do_by_themselves(name):
-    model = model_of(name)
-    with torch.no_grad():
-        for layer in model.attentions():
-            layer.forget.bias.fill_(1.5)
+    model = model_of(name, bias=1.5)
     by_itself = token_losses(model, WINDOWS)
     [point] = loss_within(model, WINDOWS, ["forgets"], [])
     assert point.loss == pytest.approx(by_itself.mean(), abs=1e-6)
@@ -211,10 +210,7 @@ def test_forgets_is_what_the_layers_do_by_themselves(name):
 
 
 def test_keys_that_are_held_do_not_depend_on_the_batches():
-    model = model_of("fox")
-    with torch.no_grad():
-        for layer in model.attentions():
-            layer.forget.bias.fill_(1.5)
+    model = model_of("fox", bias=1.5)
     windows = torch.cat([WINDOWS, WINDOWS.flip(1), WINDOWS[:, :1].expand_as(WINDOWS)])
     [together] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows))
     [apart] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows) - 1)  # the last batch is smaller
@@ -260,10 +256,7 @@ def test_what_a_rule_lacks_is_said():
 
 
 def test_ages_of_forgetting_count_the_rows_that_saw_a_token():
-    model = model_of("fox")
-    with torch.no_grad():
-        for layer in model.attentions():
-            layer.forget.bias.fill_(1.5)
+    model = model_of("fox", bias=1.5)
     tokens = WINDOWS[0]
     ages = ages_of_forgetting(model, tokens)
     assert [x.shape for x in ages] == [(2, 33)] * 2
