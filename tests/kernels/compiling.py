@@ -194,139 +194,106 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Named calls that together launch every kernel in every form that a plan can choose."""
+    """Named calls that together launch every kernel in every form that a plan can choose; each makes its tensors."""
+    for n in (1, 2):
+        keeps = Retention(drawn(torch.float32, 1, 512, 2, n), Rule(64.0, 0.5, 30.0, 16))
+        yield f"retention fp32 {n}", functools.partial(retention.held_keys, keeps, window=100, impl="triton")
     for kind, dtype in DTYPES.items():
-
-        def x(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype).requires_grad_()
-
-        wide = functools.partial(x, dtype=torch.float32)
-        if kind == "fp32":
-            for n in (1, 2):
-                keeps = Retention(wide(1, 512, 2, n), Rule(64.0, 0.5, 30.0, 16))
-                yield f"retention fp32 {n}", functools.partial(retention.held_keys, keeps, window=100, impl="triton")
-        yield (  # tensor cores take no fewer than 16 channels
-            f"path {kind} 8 step",
-            functools.partial(path_extend, x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), wide(2, 1, 2),
-                              wide(2, 300, 2, 8), x(2, 301, 2, 8)),
-        )  # fmt: skip
+        yield f"path {kind} 8 step", functools.partial(path_step, dtype, 8)  # tensor cores take no fewer than 16
         for K in (64, 128, 256):
-            qkv = x(1, 512, 4, K), x(1, 512, 2, K), x(1, 512, 2, K)
-            w, beta, full = x(1, 512, 2, K), wide(1, 512, 2), wide(1, 512, 4)
-            options: dict[str, dict[str, Any]] = {
-                "": {},
-                " prune": {"prune": Prune()},
-                " sink": {"sink": wide(4), "return_lse": True, "window": 200},
-            }
-            for extra, given in options.items():
-                slope = wide(4)
-                for gate, g in (("gate", full), ("slope", slope.detach()), ("learnt slope", slope), ("none", None)):
-                    if (g is None and "prune" in given) or (gate == "learnt slope" and extra):
-                        continue
-                    yield (
-                        f"fox {kind} {K} {gate}{extra}",
-                        functools.partial(fox.fox_attention, *qkv, log_decay=g, impl="triton", **given),
-                    )
-                    if K <= 128 and (g is None or g is full):
-                        yield (
-                            f"path {kind} {K} {gate}{extra}",
-                            functools.partial(path.path_attention, *qkv, w=w, beta=beta, log_decay=g, impl="triton",
-                                              **given),
-                        )  # fmt: skip
-            many, alone = x(1, 8192, 4, K), x(1, 8192, 1, K)
-            yield (
-                f"fox {kind} {K} shared keys",
-                functools.partial(fox.fox_attention, many, alone, alone, log_decay=wide(1, 8192, 4), impl="triton"),
-            )
-            keeps = Retention(wide(1, 512, 2, 2), Rule(64.0, 0.5, 30.0, 16))
-            yield (
-                f"fox {kind} {K} retention",
-                functools.partial(fox.fox_attention, *qkv, log_decay=full, retention=keeps, impl="triton"),
-            )
-            narrow = x(1, 512, 2, 32)
-            yield (
-                f"fox {kind} {K} narrow values",
-                functools.partial(fox.fox_attention, *qkv[:2], narrow, log_decay=full, impl="triton"),
-            )
-            if K <= 128:
-                yield (
-                    f"path {kind} {K} narrow values",
-                    functools.partial(path.path_attention, *qkv[:2], narrow, w=w, beta=beta, log_decay=full,
-                                      impl="triton"),
-                )  # fmt: skip
-                yield (
-                    f"wall {kind} {K} gate",
-                    functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K), impl="triton"),
-                )
-                yield (
-                    f"wall {kind} {K} two gates",
-                    functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K),
-                                      log_decay=wide(1, 512, 4), impl="triton", prune=Prune()),
-                )  # fmt: skip
-                yield (
-                    f"path {kind} {K} heads",
-                    functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
-                                      log_decay=wide(1, 512, 2), impl="triton"),
-                )  # fmt: skip
-                yield (
-                    f"path {kind} {K} decays",
-                    functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
-                                      log_diag=wide(1, 512, 2, K), impl="triton"),
-                )  # fmt: skip
-                one, keys = (x(2, 1, 4, K), x(2, 1, 2, K)), (wide(2, 300, 2, K), x(2, 301, 2, K))
-                yield (
-                    f"path {kind} {K} step",
-                    functools.partial(path_extend, *one, x(2, 1, 2, K), wide(2, 1, 2), *keys, wide(2, 301, 4)),
-                )
-                yield (
-                    f"path {kind} {K} factors step",
-                    functools.partial(path_extend, *one, x(2, 1, 2, 3, K), wide(2, 1, 2, 3), *keys, wide(2, 301, 4)),
-                )
-            gate = {"log_decay": wide(2, 1, 4), "log_diag": wide(2, 1, 4, K), "angle": wide(K // 2)}
-            several = Gate(w=x(2, 1, 2, 3, K), beta=wide(2, 1, 2, 3), **gate)
-            yield (
-                f"linear {kind} {K} factors step",
-                functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
-            )
-            long = x(1, 12288, 2, K), wide(1, 12288, 2)
-            yield f"linear {kind} {K} chunks split", functools.partial(split_chunks, *long)
-            if dtype != torch.float32:
-                yield f"linear {kind} {K} delta chunks", functools.partial(delta_chunks, dtype, K)
-                yield f"linear {kind} {K} delta pairs", functools.partial(delta_pairs, dtype, K)
-            for V in (32, K):
-                yield (
-                    f"linear {kind} {K} chunks of {V}",
-                    functools.partial(linear.linear_chunks, qkv[0], qkv[1], x(1, 512, 2, V), full, wide(1, 4, K, V),
-                                      keeps_state=True),
-                )  # fmt: skip
-            for mamba2 in (True, False):
-                yield (
-                    f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} parts",
-                    functools.partial(layer_parts, dtype, K, mamba2),
-                )
-                yield (
-                    f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} step",
-                    functools.partial(linear_layer_step, dtype, K, mamba2),
-                )
-            for angles, angle in (("heads", wide(1, 512, 4, K // 2)), ("tokens", wide(1, 512, 1, K // 2))):
-                yield (
-                    f"rotation {kind} {K} {angles}",
-                    functools.partial(rotation.rotate, angle, qkv[0], qkv[0], wide(1, 512, 4, K), dtype=dtype,
-                                      received=True, balanced=True),
-                )  # fmt: skip
-            yield (
-                f"rotation {kind} {K} fixed",
-                functools.partial(rotation.rotate, wide(K // 2).detach(), *qkv[:2], dtype=dtype),
-            )
-            for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
-                yield f"decode {kind} {K} {rows}", functools.partial(page_step, dtype, K, R, T)
-                if K <= 128:
-                    yield f"decode {kind} {K} path {rows}", functools.partial(path_page_step, dtype, K, R, T)
-            yield (
-                f"fox {kind} {K} step",
-                functools.partial(fox.fox_attention, x(2, 1, 4, K), x(2, 1024, 2, K), x(2, 1024, 2, K),
-                                  log_decay=wide(2, 1024, 4), impl="triton"),
-            )  # fmt: skip
+            for name, call in (*softmax_calls(dtype, K), *linear_calls(dtype, K), *page_calls(dtype, K)):
+                family, _, rest = name.partition(" ")
+                yield f"{family} {kind} {K} {rest}", call
+
+
+def drawn(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def of_dtype(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Tensors with a gradient by their sizes, of the dtype and in float32."""
+    return functools.partial(drawn, dtype), functools.partial(drawn, torch.float32)
+
+
+def path_step(dtype: torch.dtype, K: int, *factors: int) -> Any:
+    """A token after 300, written by several factors, or by one without gates."""
+    x, wide = of_dtype(dtype)
+    w, beta, keys = x(2, 1, 2, *factors, K), wide(2, 1, 2, *factors), wide(2, 300, 2, K)
+    gates = () if K < 16 else (wide(2, 301, 4),)
+    return path_extend(x(2, 1, 4, K), x(2, 1, 2, K), w, beta, keys, x(2, 301, 2, K), *gates)
+
+
+def softmax_calls(dtype: torch.dtype, K: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of FoX, PaTH and Wall, by family and kind of call."""
+    x, wide = of_dtype(dtype)
+    attend, carried, walled = (
+        functools.partial(attention, impl="triton")
+        for attention in (fox.fox_attention, path.path_attention, wall.wall_attention)
+    )
+    q, k, v, full, slope = x(1, 512, 4, K), x(1, 512, 2, K), x(1, 512, 2, K), wide(1, 512, 4), wide(4)
+    factors = {"w": x(1, 512, 2, K), "beta": wide(1, 512, 2)}
+    options: dict[str, dict[str, Any]] = {
+        "": {}, " prune": {"prune": Prune()}, " sink": {"sink": wide(4), "return_lse": True, "window": 200},
+    }  # fmt: skip
+    for extra, given in options.items():
+        for gate, g in (("gate", full), ("slope", slope.detach()), ("learnt slope", slope), ("none", None)):
+            if (g is None and "prune" in given) or (gate == "learnt slope" and extra):
+                continue
+            yield f"fox {gate}{extra}", functools.partial(attend, q, k, v, log_decay=g, **given)
+            if K <= 128 and (g is None or g is full):
+                yield f"path {gate}{extra}", functools.partial(carried, q, k, v, **factors, log_decay=g, **given)
+    alone, narrow = x(1, 8192, 1, K), x(1, 512, 2, 32)
+    keeps = Retention(wide(1, 512, 2, 2), Rule(64.0, 0.5, 30.0, 16))
+    yield "fox shared keys", lambda: attend(x(1, 8192, 4, K), alone, alone, log_decay=wide(1, 8192, 4))
+    yield "fox retention", lambda: attend(q, k, v, log_decay=full, retention=keeps)
+    yield "fox narrow values", lambda: attend(q, k, narrow, log_decay=full)
+    past = x(2, 1024, 2, K)
+    yield "fox step", lambda: attend(x(2, 1, 4, K), past, past, log_decay=wide(2, 1024, 4))
+    if K > 128:
+        return
+    equal = {"w": wide(1, 512, 2, K), "beta": factors["beta"]}  # as many heads of queries as of keys
+    yield "path narrow values", lambda: carried(q, k, narrow, **factors, log_decay=full)
+    yield "path heads", lambda: carried(k, k, v, **equal, log_decay=wide(1, 512, 2))
+    yield "path decays", lambda: carried(k, k, v, **equal, log_diag=wide(1, 512, 2, K))
+    yield "path step", functools.partial(path_step, dtype, K)
+    yield "path factors step", functools.partial(path_step, dtype, K, 3)
+    yield "wall gate", lambda: walled(q, k, v, log_diag=wide(1, 512, 4, K))
+    yield "wall two gates", lambda: walled(q, k, v, log_diag=wide(1, 512, 4, K), log_decay=full, prune=Prune())
+
+
+def linear_calls(dtype: torch.dtype, K: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of the linear side and of rotations, by family and kind of call."""
+    x, wide = of_dtype(dtype)
+    q, k, gates = x(1, 512, 4, K), x(1, 512, 2, K), wide(1, 512, 4)
+    several = Gate(
+        log_decay=wide(2, 1, 4), log_diag=wide(2, 1, 4, K), angle=wide(K // 2), w=x(2, 1, 2, 3, K),
+        beta=wide(2, 1, 2, 3),
+    )  # fmt: skip
+    one = x(2, 1, 2, K)
+    yield "linear factors step", lambda: linear.linear_steps(x(2, 1, 4, K), one, one, several)
+    yield "linear chunks split", lambda: split_chunks(x(1, 12288, 2, K), wide(1, 12288, 2))
+    if dtype != torch.float32:
+        yield "linear delta chunks", functools.partial(delta_chunks, dtype, K)
+        yield "linear delta pairs", functools.partial(delta_pairs, dtype, K)
+    for V in (32, K):
+        chunks = functools.partial(linear.linear_chunks, q, k, x(1, 512, 2, V), gates, wide(1, 4, K, V))
+        yield f"linear chunks of {V}", functools.partial(chunks, keeps_state=True)
+    for name in ("mamba2", "gated_deltanet"):
+        yield f"linear {name} parts", functools.partial(layer_parts, dtype, K, name == "mamba2")
+        yield f"linear {name} step", functools.partial(linear_layer_step, dtype, K, name == "mamba2")
+    turned = functools.partial(rotation.rotate, dtype=dtype)
+    for name, heads in (("heads", 4), ("tokens", 1)):
+        angles = wide(1, 512, heads, K // 2), q, q, wide(1, 512, 4, K)
+        yield f"rotation {name}", functools.partial(turned, *angles, received=True, balanced=True)
+    yield "rotation fixed", lambda: turned(wide(K // 2).detach(), q, k)
+
+
+def page_calls(dtype: torch.dtype, K: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of steps over pages."""
+    for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
+        yield f"decode {rows}", functools.partial(page_step, dtype, K, R, T)
+        if K <= 128:
+            yield f"decode path {rows}", functools.partial(path_page_step, dtype, K, R, T)
 
 
 def needs(kernel: Any) -> dict[str, Any]:
