@@ -70,7 +70,9 @@ class Chunks(torch.autograd.Function):
         runs.append("backward")
         autocast.append(torch.is_autocast_enabled("cpu"))
         assert do.shape == ctx.shape
-        (q, k, v, last, *_), do = ctx.saved_tensors, do * ctx.scale
+        (q, k, v, last, none, again, same), do = ctx.saved_tensors, do * ctx.scale
+        assert none is None
+        assert (again.data_ptr(), same.data_ptr()) == (last.data_ptr(), v.data_ptr())
         dq, dkv, dk, dv = (torch.zeros_like(q) for _ in range(4))
         launch(do, last, dq)
         launch(do, q, dkv)
@@ -148,6 +150,75 @@ def test_calls_of_several_lengths_have_gradients_of_their_own(repeating: Any) ->
     made = [repeating(x, x.detach() + 1, x.detach() + 2, **options)[0] for x in inputs]
     for x, y in zip(inputs, made, strict=True):
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 6 * x.shape[3] ** -0.5))
+
+
+def test_tensors_that_are_not_contiguous_are_made_so(repeating: Any) -> None:
+    q, k, v = (torch.randn(1, N // 8, 2, 4) for _ in range(3))
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    options = {"scale": 2.0, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    assert torch.equal(repeating(strided, k, v, **options)[0], repeating(q, k, v, **options)[0])
+
+
+def test_kinds_that_are_too_many_are_forgotten(repeating: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla_steps, "MOST", 2)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        step(repeating, 0, scale=scale)
+        assert len(repeating.kinds) <= 2
+
+
+class Summed(torch.autograd.Function):
+    """o = q exp(running sums of g), which are saved in place of g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, output_final_state: bool
+    ) -> tuple[Tensor, None]:
+        sums = g.cumsum(1)
+        ctx.save_for_backward(q, sums)
+        ctx.scale = scale
+        return scale * q * sums.exp(), None
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
+        q, sums = ctx.saved_tensors
+        do = do * ctx.scale * sums.exp()
+        return do, None, None, (do * q).flip(1).cumsum(1).flip(1), None, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sums_that_are_saved_stand_for_their_gates(compiled: bool, repeating: Any) -> None:
+    sys.modules["fla.ops.pretended.chunk"].Summed = Summed  # type: ignore[attr-defined]
+    operation = fla_steps.FlaOp(
+        "pretended", f"summed_{compiled}", "Summed", lambda x: (torch.empty_like(x.v),), summed=True
+    )
+    options: dict[str, Any] = {"scale": 1.0, "initial_state": None, "output_final_state": False}
+
+    def run(q: Tensor, g: Tensor) -> Tensor:
+        return operation(q, torch.ones_like(q), torch.ones_like(q), g=g, **options)[0]
+
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        q, g = (torch.randn(1, 4, 2, 4).requires_grad_() for _ in range(2))
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            o = run(q, g)
+        assert not any(x.data_ptr() == g.data_ptr() for x in saved)
+        expected, do = q * g.cumsum(1).exp(), torch.randn_like(o)
+        found = torch.autograd.grad(o, (q, g), do), torch.autograd.grad(expected, (q, g), do)
+        for got, want in zip((o, *found[0]), (expected, *found[1]), strict=True):
+            torch.testing.assert_close(got, want)
+    assert len(operation.kinds) == 1
+
+
+def test_a_last_state_alone_has_gradients(repeating: Any) -> None:
+    options = {"scale": None, "initial_state": None, "output_final_state": True, "cu_seqlens": None}
+    q, k, v = (torch.randn(1, N // 8, 2, 4).requires_grad_() for _ in range(3))
+    found = [
+        torch.autograd.grad(run(q, k, v, **options)[1].square().sum(), (q, k, v)) for run in (repeating, operation)
+    ]
+    assert all(map(torch.equal, *found))
 
 
 def test_one_tensor_in_several_places_leaves_the_gradients_of_other_calls_alone(repeating: Any) -> None:
@@ -249,13 +320,26 @@ def test_a_gradient_of_a_gradient_is_refused(repeating: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "others", "expected"), [("0.6.0", [], True), ("0.7.0", [], False), ("0.6.1", ["tilelang"], False)]
+    ("version", "others", "triton", "gluon", "expected"),
+    [
+        ("0.6.0", [], (3, 6), "0", True),
+        ("0.7.0", [], (3, 6), "0", False),
+        ("0.6.1", ["tilelang"], (3, 6), "0", False),
+        ("0.6.0", [], (3, 3), "0", False),
+        ("0.6.0", [], (3, 6), "1", False),
+    ],
 )
 def test_what_nobody_has_read_is_the_librarys_own(
-    version: str, others: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    others: list[str],
+    triton: tuple[int, int],
+    gluon: str,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fla_kernels, "installed", lambda: others)
-    monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(fla_steps, "triton_version", lambda: triton)
+    monkeypatch.setenv("FLA_GLUON", gluon)
     fla_steps.known.cache_clear()  # type: ignore[attr-defined]
     assert fla_steps.known(version) == expected
     fla_steps.known.cache_clear()  # type: ignore[attr-defined]

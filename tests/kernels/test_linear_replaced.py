@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from part_cases import ALSO_ON_A_GPU, DEVICE
 from torch import Tensor
 
 from attnzoo.forms.backends import fla_delta, fla_pairs
+from attnzoo.kernels.common.recording import recorders
+from attnzoo.kernels.linear import pair_backward
 from attnzoo.kernels.linear.pair_backward import TILES, Pairs, PairTiles, pair_gradients
 from attnzoo.testing import relative_error
 
@@ -23,7 +26,7 @@ NAMES = ("dq", "dk", "db", "dg")
 SIZES = {fla_delta: (1, 2, 16, 16), fla_pairs: (1, 2, 16)}
 REFUSED: dict[Any, dict[str, Any]] = {
     fla_delta: {"g": None, "w": None, "state_v_first": True, "chunk_size": 32, "q": torch.zeros(1, 3, 1, 16)},
-    fla_pairs: {"g": torch.zeros(1).half(), "dAqk": torch.zeros(1).half(), "chunk_size": 32, "use_graph": True},
+    fla_pairs: {**dict.fromkeys(("g", "dAqk", "dAkk"), torch.zeros(1).half()), "chunk_size": 32, "use_graph": True},
 }
 of_each = pytest.mark.parametrize("module", SIZES, ids=lambda module: module.REPLACEMENT.name)
 
@@ -69,6 +72,7 @@ def test_gradients_of_pairs_are_those_of_autograd(
     """With decays next to nothing and without, for channels of one block and of two."""
     monkeypatch.setattr(fla_pairs, "CLOSED", closed)
     x = fla_pairs.drawn((2, 2, 24), borders, torch.float16)
+    assert (x["g"].amin() < -100) == (closed < -100)
     y, tiles = there(x), PairTiles(R, BK, 4, TILES.near)
     given = Pairs(*(y[name] for name in fla_pairs.ARGUMENTS))
     found = pair_gradients(given, y["cu_seqlens"], y["chunk_indices"], tiles)
@@ -82,6 +86,20 @@ def test_gradients_of_pairs_are_those_of_autograd(
 def assert_pairs(x: dict[str, Any], wanted: list[Tensor]) -> None:
     for name, got, want in zip(NAMES, fla_pairs.gradients(**there(x)), wanted, strict=True):
         assert relative_error(got.cpu(), want) <= 1e-3, name
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_of_a_batch_have_their_own_gradients(strided: bool) -> None:
+    """Contiguous or not, before memory that is no number."""
+    x = fla_pairs.drawn((1, 2, 16), [0, 70, 140], torch.float16)
+    rows = {name: x[name].unflatten(1, (2, 70)).flatten(0, 1) for name in fla_pairs.ARGUMENTS}
+    if strided:
+        rows = {name: y.transpose(1, 2).contiguous().transpose(1, 2) for name, y in rows.items()}
+    else:
+        longer = {name: F.pad(y.flatten(), (0, y.numel()), value=math.nan) for name, y in rows.items()}
+        rows = {name: longer[name][: y.numel()].view(y.shape) for name, y in rows.items()}
+    for name, got, want in zip(NAMES, fla_pairs.gradients(**there(rows)), fla_pairs.definition(x), strict=True):
+        assert relative_error(got.cpu().flatten(0, 1)[None], want) <= 1e-3, name
 
 
 def test_heads_may_share_queries_and_keys() -> None:
@@ -151,6 +169,67 @@ def test_the_library_is_given_the_kernel_once_and_asks_it_last(
 
 
 @of_each
+def test_a_kernel_that_is_not_proven_for_these_heads_serves_none_of_them(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(fla_pairs, "serves", lambda q: True)
+    monkeypatch.setattr(module, "proven", lambda *of: asked.append(of))
+    x = module.drawn(SIZES[module], [0, 3], torch.float16)
+    served, why = module.verified(**x)
+    assert not served
+    assert why == "expected a kernel that agrees with its definition"
+    assert asked == [(SIZES[module], torch.float16, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_pairs_are_served_on_hopper_in_16_bits(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla_pairs, "machine", lambda device: types.SimpleNamespace(hopper=hopper))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for is_cuda in (True, False):
+            q: Any = types.SimpleNamespace(is_cuda=is_cuda, device="cuda", dtype=dtype)
+            assert fla_pairs.serves(q) == (hopper and is_cuda and dtype != torch.float32)
+
+
+def test_products_in_bf16x3_are_for_tritons_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_backward, "interpreted", lambda: False)
+    for release, near in (((3, 5), "tf32x3"), ((3, 6), "bf16x3")):
+        monkeypatch.setattr(pair_backward, "triton_version", lambda release=release: release)
+        assert TILES.precision() == (near, "tf32")
+
+
+@of_each
+def test_the_library_says_which_chunks_packed_sequences_have(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = module.drawn(SIZES[module], [0, 5, 75], torch.float16)
+    chunks = x.pop("chunk_indices")
+    utils: Any = types.ModuleType("fla.ops.utils")
+    utils.prepare_chunk_indices = lambda cu_seqlens, size: chunks.to(DEVICE) if size == 64 else None
+    for name, library in (
+        ("fla", types.ModuleType("fla")),
+        ("fla.ops", types.ModuleType("fla.ops")),
+        (utils.__name__, utils),
+    ):
+        monkeypatch.setitem(sys.modules, name, library)
+    found = module.gradients(**there(x))
+    for got, want in zip(found, module.definition(x), strict=True):
+        assert relative_error(got.cpu(), want) <= 3e-3
+
+
+@of_each
+def test_all_forms_of_the_kernel_are_compiled_together(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compared then, as nothing is computed."""
+    packed: list[bool] = []
+
+    def launch(**given: Any) -> None:
+        packed.append(given["cu_seqlens"] is not None)
+
+    monkeypatch.setattr(recorders, "compiles", True)
+    of = replace(module.REPLACEMENT, kernel=launch)
+    assert of.proven(SIZES[module], torch.float16, torch.device(DEVICE))
+    assert packed == [True, False]
+
+
+@of_each
 def test_an_owner_who_wants_no_other_kernels_gets_none(
     module: Any, registered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,13 +245,14 @@ def test_the_proof_does_not_depend_on_the_default_device(module: Any) -> None:
 
 
 @of_each
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
 def test_a_kernel_is_taken_where_it_agrees_with_its_definition(
-    module: Any, wrong: int | None, caplog: pytest.LogCaptureFixture
+    module: Any, wrong: int | None, packed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoiled(**given: Any) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = module.gradients(**given)
-        if wrong is not None and given["cu_seqlens"] is None:
+        if wrong is not None and (given["cu_seqlens"] is not None) == packed:
             found[wrong][:, 64:] *= 1.1
         return found
 
