@@ -98,7 +98,8 @@ def test_a_larger_eps_keeps_fewer_blocks_and_moves_the_loss_further():
 @pytest.mark.parametrize("attention", ["nope", "mamba2"])
 def test_probes_of_pruning_do_not_read_a_text_with_a_model_that_has_nothing_to_prune(attention):
     model = LanguageModel(replace(PLAIN, attention=attention)).eval()
-    model.register_forward_pre_hook(lambda layer, given: pytest.fail("read a text for nothing"))
+    for layer in model.modules():
+        layer.register_forward_pre_hook(lambda layer, given: pytest.fail("read a text for nothing"))
     probes: list[Probe] = [KeptBlocks(), KeptByHead(), KeptByDepth(), ByEps("x", "kept"), PrunedLoss()]
     assert [probe.measure(subject(model)) for probe in probes] == [{}] * len(probes)
 
