@@ -143,7 +143,7 @@ def sizes(results: tuple[Path, ...], out: Path | None) -> None:
 
     RESULTS are the result.json of one experiment at two sizes or more. A gain is one that the experiment correlates, as
     `pairs` does, or else the difference of two models that it claims. p tests whether a gain
-    is the same at the largest size as at the smallest.
+    is the same at its largest size as at its smallest.
     """
     from rich.console import Console
 
@@ -159,7 +159,7 @@ def sizes(results: tuple[Path, ...], out: Path | None) -> None:
     rows = gains_by_size(found, outcomes)
     print_table(table_of(rows), Console(highlight=False))
     if left := left_out(found, rows):
-        click.echo(f"left out, as not all results have runs of them: {'; '.join(left)}")
+        click.echo(f"left out, as fewer than two results have runs of them: {'; '.join(left)}")
     for side in sides_of(found, rows) if out else ():
         path = Path(out or "") / f"{outcomes[0].experiment}-{side}.svg"
         write_whole(path, to_svg(curves_of(found, rows, side), f"sizes-{side}", f"Gains by size, {side} side"))

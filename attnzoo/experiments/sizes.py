@@ -27,10 +27,11 @@ class GainBySize:
     Args:
         lower: the value that is claimed to be lower, as of a model with a part.
         higher: the other one, as of the base.
-        weights: trained weights of the lower one's model, by size.
-        gains: mean of the higher minus the lower value.
-        errors: standard errors.
-        p: of the gain at the largest size being as large as at the smallest, two-sidedly by Welch's t.
+        weights: trained weights of the lower one's model, by size; of another model where it has no runs.
+        gains: mean of the higher minus the lower value; nan where one of the two has no runs.
+        errors: standard errors; nan where one of the two has fewer than two runs.
+        p: of the gain at its largest size being as large as at its smallest, two-sidedly by Welch's t; nan where one of
+            these has no error.
     """
 
     lower: Value
@@ -42,43 +43,46 @@ class GainBySize:
 
 
 def gains_by_size(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[GainBySize]:
-    """The gains of an experiment by size: those that it correlates, or else the differences that it claims, as far as
-    all results have runs of the models.
+    """The gains of an experiment by size, the smallest first: those that it correlates, or else the differences that it
+    claims, as far as two results or more have runs of the models.
 
     Args:
         experiment: the experiment.
         outcomes: its results at two sizes or more.
 
     Raises:
-        ValueError: fewer than two sizes, another experiment's result, or no gain that all results have.
+        ValueError: fewer than two sizes, another experiment's result, or no gain that two results have.
     """
     for outcome in outcomes:
         if outcome.experiment != outcomes[0].experiment:
             raise ValueError(f"results: expected ones of {outcomes[0].experiment!r}, got one of {outcome.experiment!r}")
     if len({outcome.size for outcome in outcomes}) < max(2, len(outcomes)):
         raise ValueError(f"results: expected some of different sizes, got {', '.join(x.size for x in outcomes)}")
+    outcomes = sorted(outcomes, key=lambda outcome: outcome.runs[0].parameters)
     found, missing = list[GainBySize](), ""
     for lower, higher in _pairs(experiment):
-        arms = {lower.arm, higher.arm}
-        if lacking := [x.size for x in outcomes if any(not x.of(arm) for arm in arms)]:
-            missing = missing or f"expected runs of {' and '.join(sorted(arms))} in all, got none in {lacking[0]}"
+        numbers = [(outcome.values(higher), outcome.values(lower)) for outcome in outcomes]
+        there = [n for n, both in enumerate(numbers) if all(values.size for values in both)]
+        if len(there) < 2:
+            have = ", ".join(outcomes[n].size for n in there) or "none"
+            missing = missing or f"expected two with runs of {lower.arm} and {higher.arm}, got {have}"
             continue
-        numbers = [(outcome.values(lower), outcome.values(higher)) for outcome in outcomes]
-        weights = [outcome.of(lower.arm)[0].parameters for outcome in outcomes]
-        order = np.argsort(weights)
-        gains = [welch([-low, high]) for low, high in (numbers[n] for n in order)]
-        (one, base), (large, large_base) = numbers[order[0]], numbers[order[-1]]
+        weights = [(outcome.of(lower.arm) or outcome.runs)[0].parameters for outcome in outcomes]
+        gains, errors = np.full((2, len(outcomes)), math.nan)
+        for n in there:
+            base, part = numbers[n]
+            gains[n], errors[n], _ = welch([base, -part])
+        (base, one), (large_base, large) = numbers[there[0]], numbers[there[-1]]
         change, error, freedom = welch([one, -base, -large, large_base])
         p = 2 * tail(abs(change) / error, freedom) if error > 0 else math.nan
-        means, errors, _ = (np.array(column, dtype=np.float64) for column in zip(*gains, strict=True))
-        found.append(GainBySize(lower, higher, np.array(weights, dtype=np.float64)[order], means, errors, p))
+        found.append(GainBySize(lower, higher, np.array(weights, dtype=np.float64), gains, errors, p))
     if not found:
         raise ValueError(f"results: {missing}")
     return found
 
 
 def left_out(experiment: Experiment, rows: Sequence[GainBySize]) -> list[str]:
-    """The models of whose gains there are no rows, as not all results have runs of them."""
+    """The models of whose gains there are no rows, as fewer than two results have runs of them."""
     shown = {row.lower.arm for row in rows}
     return list(dict.fromkeys(lower.arm for lower, _ in _pairs(experiment) if lower.arm not in shown))
 
@@ -108,23 +112,25 @@ def table_of(rows: Sequence[GainBySize]) -> Table:
     sizes = rows[0].weights
     table = new_table("gain", *(f"{x / 1e6:.2g}M weights" for x in sizes), "p of a change", prose=["gain"])
     for row in rows:
-        cells = [f"{gain:.3f} ± {error:.3f}" for gain, error in zip(row.gains, row.errors, strict=True)]
-        table.add_row(f"{row.lower} below {row.higher}", *cells, f"{row.p:.2g}")
+        cells = [
+            "–" if math.isnan(gain) else f"{gain:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+            for gain, error in zip(row.gains, row.errors, strict=True)
+        ]
+        table.add_row(f"{row.lower} below {row.higher}", *cells, "–" if math.isnan(row.p) else f"{row.p:.2g}")
     return table
 
 
 def curves_of(experiment: Experiment, rows: Sequence[GainBySize], side: str) -> Figure:
     """Gains by size, with standard errors, of the models of one side."""
     kinds, looks = kinds_and_looks(experiment)
-    lines = [
-        Line(row.lower.arm, row.lower.arm, np.log10(row.weights), row.gains, looks[row.lower.arm], row.errors)
-        for row in rows
-        if kinds[row.lower.arm][0] == side
-    ]
-    every = np.concatenate([row.gains + sign * row.errors for row in rows for sign in (-1, 1)])
+    lines = []
+    for row in (row for row in rows if kinds[row.lower.arm][0] == side):
+        x, y, error = (column[np.isfinite(row.gains)] for column in (row.weights, row.gains, row.errors))
+        lines.append(Line(row.lower.arm, row.lower.arm, np.log10(x), y, looks[row.lower.arm], error))
+    every = np.concatenate([row.gains + sign * np.nan_to_num(row.errors) for row in rows for sign in (-1, 1)])
     bases = {f" in {row.higher.probe} over {row.higher.arm}" for row in rows if kinds[row.lower.arm][0] == side}
     figure = figures.curves(
-        lines, xlabel="trained weights", ylim=(min(0.0, float(every.min())), 1.06 * float(every.max())),
+        lines, xlabel="trained weights", ylim=(min(0.0, float(np.nanmin(every))), 1.06 * float(np.nanmax(every))),
         names_width=max(len(row.lower.arm) for row in rows), ylabel=f"gain{bases.pop() if len(bases) == 1 else ''}",
     )  # fmt: skip
     [axes] = figure.axes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
+import quoted
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,12 +13,14 @@ from matplotlib.lines import Line2D
 from quoted import outcome
 
 from attnzoo.benchmarks.measure import markdown_table
+from attnzoo.experiments import figures
 from attnzoo.experiments.catalogue import pairs
 from attnzoo.experiments.catalogue.factorial import GATES, LINEAR, SOFTMAX
 from attnzoo.experiments.claims import Correlated, Value
 from attnzoo.experiments.experiment import find
-from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, quiet
+from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, Line, quiet
 from attnzoo.experiments.outcome import Outcome
+from attnzoo.experiments.report.outcome_figures import kinds_and_looks
 from attnzoo.experiments.sizes import curves_of, gains_by_size
 from attnzoo.experiments.statistics import correlation
 
@@ -78,17 +81,21 @@ def pairs_by_size() -> Figure:
     [asked, _] = [each.claim for each in find("pairs").expectations if isinstance(each.claim, Correlated)]
     outcomes = sorted((outcome("pairs", each.size) for each in find("pairs").measured), key=_weights)
     side = (WIDTH - LEFT - BETWEEN * len(outcomes)) / len(outcomes)
-    height, first, handles = BELOW + side + ABOVE, None, {}
+    height, first, handles = BELOW + side + ABOVE, None, dict[str, Line2D]()
     figure = Figure(figsize=(WIDTH / 72, height / 72))
     for number, found in enumerate(outcomes):
         box = ((LEFT + number * (side + BETWEEN)) / WIDTH, BELOW / height, side / WIDTH, side / height)
         axes = figure.add_axes(box, sharex=first, sharey=first)
-        gains = asked.gains(found.values)
-        for n, (pair, x, y) in enumerate(zip(asked.pairs, *gains, strict=True)):
-            handles[" | ".join(pair)] = _dot(axes, x, y, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
-        r, p = correlation(*(gain.mean(1) for gain in gains), asked.parts)
-        title = f"{_weights(found) / 1e6:.1f} million weights: r = {r:.2f}, p = {p:.2f}"
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        means = []
+        for n, pair in enumerate(asked.pairs):
+            if all(map(found.of, pair)):
+                gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
+                dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
+                handles.setdefault(" | ".join(pair), dot)
+                means.append([gain.mean() for gain in gains])
+        r, p = correlation(*np.transpose(means), asked.parts) if len(means) == len(asked.pairs) else (np.nan, np.nan)
+        judged = f"{len(means)} pairs" if np.isnan(r) else f"r = {r:.2f}, p = {p:.2f}"
+        axes.set_title(f"{_weights(found) / 1e6:.1f}M weights: {judged}", loc="left", fontsize=10, color=INK)
         axes.tick_params(labelleft=number == 0)
         first = first or axes
     assert first is not None
@@ -96,6 +103,12 @@ def pairs_by_size() -> Figure:
         _frame(axes, (-0.1, 2.0), (0, 0.5, 1.0, 1.5))
     _explain(figure, first, handles)
     return figure
+
+
+def _gain(found: Outcome, base: str, arm: str) -> np.ndarray:
+    """What an arm gains over its base by seed; where they have not the same seeds, the difference of their means."""
+    higher, lower = (found.values(Value(name, "loss")) for name in (base, arm))
+    return higher - lower if higher.size == lower.size else np.array([higher.mean() - lower.mean()])
 
 
 def _weights(found: Outcome) -> int:
@@ -124,9 +137,22 @@ def curves(name: str, side: str) -> Figure:
     return curves_of(experiment, gains_by_size(experiment, outcomes), side)
 
 
+def while_training(side: str) -> Figure:
+    """What parts have gained in training loss over the first seeds of `pairs` at gpu-10m."""
+    kinds, looks = kinds_and_looks(find("pairs"))
+    lines = [
+        Line(arm, arm, *found, looks[arm]) for arm, found in quoted.while_training().items() if kinds[arm][0] == side
+    ]
+    base = pairs.BASES[side == "softmax"]
+    return figures.curves(
+        lines, xlabel="million tokens read", ylim=(0, 1.65), names_width=len("complex_linear"),
+        ylabel=f"gain in training loss over {base}",
+    )  # fmt: skip
+
+
 def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> Line2D:
     """Means with standard errors both ways, and what it looks like in a legend."""
-    ex, ey = (v.std(ddof=1) / np.sqrt(v.size) for v in (x, y))
+    ex, ey = (v.std(ddof=1) / np.sqrt(v.size) if v.size > 1 else None for v in (x, y))
     style = {"color": color, "marker": marker, "markersize": 6, "linestyle": "none"}
     axes.errorbar(x.mean(), y.mean(), xerr=ex, yerr=ey, elinewidth=1.0, **style)
     return Line2D([], [], **style)
@@ -164,28 +190,25 @@ def gates_table() -> str:
 
 
 def pairs_table(size: str = "gpu", name: str = "pairs") -> str:
-    """Losses and gains of every pair that has runs at a size, with the gates of the papers and with open ones, in
-    Markdown."""
+    """Losses and gains of every pair of which a side has runs at a size, with the gates of the papers and with open
+    ones, in Markdown."""
     found = outcome(name, size)
-    plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS if found.of(linear) and found.of(softmax)]
+    plain = [(linear, softmax) for linear, softmax, _ in pairs.PAIRS if found.of(linear) or found.of(softmax)]
     begun = [tuple(map(pairs.begun_open, pair)) for pair in plain]
     begun = [pair for pair in begun if all(map(found.of, pair))]
-    columns = ("linear, softmax", "loss", "gain", "a text read again", "loss at 8 contexts")
+    again, far = ("loss of a text read again", 1.0), ("L(i)", 8.0)
+    columns: dict[str, Callable[[str, str], str]] = {
+        "loss": lambda arm, base: _cell(found, arm),
+        "gain": lambda arm, base: "" if arm == base else f"{_gain(found, base, arm).mean():.2f}",
+        "a text read again": lambda arm, base: f"{found.values(Value(arm, *again)).mean():.2f}",
+        "loss at 8 contexts": lambda arm, base: f"{found.values(Value(arm, *far)).mean():.2f}",
+    }
     rows = []
     for pair in [pairs.BASES, *plain, *(pair for pair in begun if pair not in plain)]:
-        gains = [
-            found.values(Value(base, "loss")).mean() - found.values(Value(arm, "loss")).mean()
-            for base, arm in zip(pairs.BASES, pair, strict=True)
-        ]
-        far, again = Value("", "L(i)", 8.0), Value("", "loss of a text read again", 1.0)
-        means = [[found.values(replace(value, arm=arm)).mean() for arm in pair] for value in (again, far)]
-        cells = [
-            " / ".join(_cell(found, arm) for arm in pair),
-            *(" / ".join(f"{x:.2f}" for x in numbers) for numbers in (gains, *means)),
-        ]
-        cells[1] = "" if pair == pairs.BASES else cells[1]
-        rows.append([" / ".join(pair), *cells])
-    return "\n".join(markdown_table(columns, rows))
+        sides = list(zip(pair, pairs.BASES, strict=True))
+        cells = [[cell(*side) if found.of(side[0]) else "–" for side in sides] for cell in columns.values()]
+        rows.append([" / ".join(pair), *(" / ".join(both).strip(" /") for both in cells)])
+    return "\n".join(markdown_table(["linear, softmax", *columns], rows))
 
 
 def _cell(outcome: Outcome, arm: str) -> str:

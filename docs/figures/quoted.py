@@ -172,6 +172,37 @@ def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> 
     return row.p if at < 0 else float(row.gains[at])
 
 
+@functools.cache
+def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Million tokens read, and what the first seed of each arm of `pairs` at gpu-10m has then gained in training loss
+    over its base's, in means of four logged steps, which read the same text."""
+    kept = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-training.json").read_text(encoding="utf-8"))
+    claim, losses, found = _correlated("pairs")[0], kept["losses"], {}
+    for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
+        if arm in losses:
+            gains = np.subtract(losses[base][: len(losses[arm])], losses[arm])
+            tokens = kept["tokens"] * np.arange(4, gains.size + 1) / 1e6
+            found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
+    return found
+
+
+def gained_after(arm: str, million: float) -> float:
+    """What an arm of `pairs` at gpu-10m has gained in training loss over its base after so many million tokens."""
+    tokens, gains = while_training()[arm]
+    return float(gains[np.abs(tokens - million).argmin()])
+
+
+def gains_after(million: float) -> tuple[float, float, float]:
+    """The correlation of such gains of the pairs of which both sides were trained so far, its p, and the least
+    correlation without one of them."""
+    claim, found = _correlated("pairs")[0], while_training()
+    there = [
+        n for n, pair in enumerate(claim.pairs) if all(arm in found and found[arm][0][-1] > million for arm in pair)
+    ]
+    one, other = np.array([[gained_after(arm, million) for arm in claim.pairs[n]] for n in there]).T
+    return *correlation(one, other, [claim.parts[n] for n in there]), float(without_each(one, other).min())
+
+
 def interval(size: str, experiment: str, number: int) -> tuple[float, float]:
     """The middle 95% of it that a verdict states."""
     [found] = re.findall(r"95% (-?[\d.]+) to (-?[\d.]+)", verdict(experiment, size, number))
@@ -247,7 +278,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
-        copied, weights,
+        copied, weights, gained_after, gains_after,
     )
 }  # fmt: skip
 

@@ -56,6 +56,7 @@ TABLES = {  # by page and the words of their markers
         "open gates": both_sides.gates_table,
         "pairs": both_sides.pairs_table,
         "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
+        "larger pairs": partial(both_sides.pairs_table, "gpu-10m"),
         "native pairs": partial(both_sides.pairs_table, name="pairs_native"),
     },
     RESULTS / "forgetting.md": {"parts": held.parts, "cost of a token": held.costs, "long texts": held.long_texts}
@@ -87,6 +88,8 @@ def results() -> None:
     save("pairs-by-size", both_sides.pairs_by_size)
     for name, side in product(("factorial", "pairs"), SIDES):
         save(f"gains-by-size-{name}-{side}", partial(both_sides.curves, name, side))
+    for side in SIDES:
+        save(f"gains-while-training-{side}", partial(both_sides.while_training, side))
     for name in names():
         for measured in find(name).measured:
             save(drawing(name, measured), partial(_picture, name, measured.size))

@@ -71,19 +71,35 @@ def test_results_that_are_not_of_several_sizes_of_one_experiment_are_refused(out
         ([outcomes[0], other], "results: expected ones of 'factorial', got one of 'parity'"),
         (
             [outcomes[0], replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm == "fox"))],
-            "results: expected runs of deltanet and linear_attention in all, got none in cpu-medium",
+            "results: expected two with runs of deltanet and linear_attention, got cpu",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             gains_by_size(experiment, given)
 
 
-def test_models_that_not_all_results_have_are_named_and_left_out(outcomes, tmp_path):
-    fewer = replace(outcomes[1], runs=tuple(run for run in outcomes[1].runs if run.arm != "fox"))
-    rows = gains_by_size(find("factorial"), [outcomes[0], fewer])
-    assert len(rows) == 13
-    assert left_out(find("factorial"), rows) == ["fox"]
-    save_outcome(fewer, tmp_path / "fewer.json")
-    ran = CliRunner().invoke(app, ["experiment", "sizes", str(RECORDS[0]), str(tmp_path / "fewer.json")])
+def test_gain_is_shown_at_the_sizes_that_have_it_and_left_out_where_they_are_not_two(outcomes, tmp_path):
+    """Of the largest size only one run of FoX is kept, of the others all but FoX's."""
+    few = [replace(each, runs=tuple(run for run in each.runs if run.arm != "fox")) for each in outcomes]
+    one = next(run for run in outcomes[2].runs if run.arm == "fox")
+    large = replace(few[2], runs=(*(run for run in few[2].runs if run.arm in ("linear_attention", "nope")), one))
+    experiment, files = find("factorial"), [tmp_path / f"{n}.json" for n in range(3)]
+    for path, each in zip(files, (few[0], outcomes[1], large), strict=True):
+        save_outcome(each, path)
+    rows = {row.lower.arm: row for row in gains_by_size(experiment, list(map(load_outcome, files)))}
+    full = {row.lower.arm: row for row in gains_by_size(experiment, outcomes)}
+    fox, mamba2 = rows["fox"], rows["mamba2"]
+    assert np.isfinite([fox.gains, fox.errors]).tolist() == [[False, True, True], [False, True, False]]
+    assert fox.gains[1] == full["fox"].gains[1]
+    assert fox.gains[2] == pytest.approx(outcomes[2].values(fox.higher).mean() - one.values["loss"][1.0])
+    assert np.isnan(fox.p)
+    assert (mamba2.gains[:2] == full["mamba2"].gains[:2]).all()
+    assert mamba2.p == next(row.p for row in gains_by_size(experiment, outcomes[:2]) if row.lower.arm == "mamba2")
+    ran = CliRunner().invoke(app, ["experiment", "sizes", *map(str, files), "--out", str(tmp_path)])
     assert ran.exit_code == 0
-    assert "left out, as not all results have runs of them: fox\n" in ran.output
+    assert re.search(r"fox below nope\s+–\s+0\.329 ± 0\.013\s+0\.\d{3}\s+–\s", ran.output)
+    assert "left out" not in ran.output
+    ran = CliRunner().invoke(app, ["experiment", "sizes", *map(str, files[:2])])
+    assert ran.exit_code == 0
+    assert left_out(experiment, gains_by_size(experiment, list(map(load_outcome, files[:2])))) == ["fox"]
+    assert "left out, as fewer than two results have runs of them: fox\n" in ran.output
