@@ -150,10 +150,23 @@ def host_time_of(peer: Contender, x: Inputs) -> float:
 
 
 def time_and_memory(peer: Contender, x: Inputs, rep: int) -> Result:
-    """The times of forward and forward + backward, and the extra memory; see
+    """The times of forward and forward + backward, also of the host alone, and the extra memory; see
     :func:`~attnzoo.benchmarks.measure.measured`."""
     y = peer.taken(x)
-    return measured(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
+    found = measured(lambda: peer.attend(y), peer.tensors(y), y.do, rep)
+    return {**found, "host_ms": round(host_time_of(peer, x), 3)}
+
+
+def time_columns(result: Result) -> list[str]:
+    """The names of the columns of times."""
+    host = all("host_ms" in row for row in result["rows"])  # earlier results have none
+    return ["forward ms", "fwd+bwd ms", *(["of the host"] if host else [])]
+
+
+def shown_times(row: Result, result: Result) -> list[str]:
+    """The cells of a row below :func:`time_columns`."""
+    keys = ("forward_ms", "both_ms", "host_ms")[: len(time_columns(result))]
+    return [f"{row[key]:.2f}" for key in keys]
 
 
 def shape_tables(
@@ -177,8 +190,12 @@ def shape_tables(
     for shape, rows in shapes.items():
         both = {row["name"]: row["both_ms"] for row in rows}
         lines += [f"### (B, H, T, K) = {shape}{of_kv_heads(result)}{kept(rows[0])}", ""]
-        lines += [*markdown_table(["", *columns], ([row["name"], *cells(row, both)] for row in rows)), ""]
+        lines += [*markdown_table(["", *columns], ([_named(row), *cells(row, both)] for row in rows)), ""]
     return lines
+
+
+def _named(row: Result) -> str:
+    return f"{row['name']} ({row['fla']})" if "fla" in row else str(row["name"])
 
 
 def ratio(a: float | None, b: float | None) -> str:

@@ -156,7 +156,8 @@ def race(
 ) -> bool:  # fmt: skip
     """Time the peers with correct results, shape by shape, into ``result``; return whether the time sufficed.
 
-    Failures, and measurements dropped for time, are added to the "missing" of ``result``.
+    Failures, and measurements dropped for time, are added to the "missing" of ``result``. The "fla" of a row names
+    the packages whose kernels flash-linear-attention took for it in place of its own.
 
     Args:
         shapes: (B, H, T, K) each.
@@ -196,13 +197,15 @@ def race(
                     result["errors"].append({"name": peer.name, "K": K, **{n: f"{e:.1e}" for n, e in found.items()}})
                     print(json.dumps(result["errors"][-1]), verdict, flush=True)
                     keep(result)
+                fla_kernels.taken()  # by what was compared
                 measured = times(peer, x) if right[peer.name, K] else None
             except Exception as error:
                 print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
                 missing.append(f"{peer.name} at {shape}: {repr(error)[:200]}")
                 continue
             if measured is not None:
-                row = {"name": peer.name, **dict(zip("BHTK", shape, strict=True)), **measured, **shared}
+                others = {"fla": taken} if (taken := fla_kernels.taken()) else {}
+                row = {"name": peer.name, **dict(zip("BHTK", shape, strict=True)), **measured, **shared, **others}
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 keep(result)

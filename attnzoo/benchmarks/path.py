@@ -26,7 +26,16 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
+from attnzoo.benchmarks.attention import (
+    Contender,
+    Inputs,
+    compare,
+    ratio,
+    shape_tables,
+    shown_times,
+    time_and_memory,
+    time_columns,
+)
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -48,7 +57,10 @@ from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
 from attnzoo.kernels.path.reference import path_reference
 
-SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
+SHAPES = (
+    (2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64),
+    (64, 12, 1024, 64), (16, 12, 2048, 64), (8, 16, 4096, 128),  # the host counts
+)  # fmt: skip
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
 ERRORS = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
 LIMIT = 2e-2  # largest allowed relative error in bf16
@@ -171,9 +183,9 @@ def table(result: Result) -> str:
         fox = "FoX, pruned" if "pruned" in r["name"] else "FoX"
         same = f"FLA {r['name'].removeprefix('FLA ').partition(',')[0]}"  # the peer that computes the same function
         ratios = ratio(both.get(same), r["both_ms"]), ratio(r["both_ms"], both.get(fox))
-        return [f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}"]
+        return [*shown_times(r, result), *ratios, f"{r['extra_GiB']:.2f}"]
 
-    columns = ("forward ms", "fwd+bwd ms", "times faster than FLA", "time / our FoX", "extra memory GiB")
+    columns = (*time_columns(result), "times faster than FLA", "time / our FoX", "extra memory GiB")
     lines += shape_tables(result, columns, cells, lambda r: f"; PaTH-FoX's pruning keeps {r['kept']:.3f} of the blocks")
     if result["decode"]:
         lines += [

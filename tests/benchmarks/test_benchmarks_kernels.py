@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attnzoo import Gate, get
-from attnzoo.benchmarks import attention, decode, fox, measure, path
+from attnzoo.benchmarks import attention, decode, fox, measure, path, wall
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.path.reference import path_reference
@@ -59,6 +59,38 @@ def test_pruned_time_is_compared_with_what_is_kept() -> None:
         {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
     )
     assert "1.150" not in alone
+
+
+def test_rows_of_a_race_say_what_the_peer_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their own calls, not while they were compared; and what the host alone takes is a column of every table."""
+    ran: list[str] = []
+
+    def taken() -> str:
+        found = ", ".join(ran)
+        ran.clear()
+        return found
+
+    def errors(peer: attention.Contender, K: int) -> dict[str, float]:
+        ran.append("flash_qla")
+        return {}
+
+    def times(peer: attention.Contender, x: None) -> dict[str, float]:
+        ran.extend(["tilelang"] if peer.name == "FLA PaTH" else [])
+        return {"forward_ms": 1.0, "both_ms": 3.0, "host_ms": 0.5, "extra_GiB": 0.25}
+
+    monkeypatch.setattr(fla_kernels, "taken", taken)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    result: dict[str, Any] = {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "copy_TBps": 1.0}
+    peers = [attention.Contender(name, lambda x: x.q) for name in ("PaTH", "FLA PaTH")]
+    measure.race(
+        result, peers, [(1, 2, 4, 8)], 60, draw=lambda *shape: None, errors=errors, limits={},
+        common=lambda x: {"kept": 0.5}, times=times, keep=lambda result: None,
+    )  # fmt: skip
+    assert [row.get("fla") for row in result["rows"]] == [None, "tilelang"]
+    for table in (path.table(result | {"decode": []}), wall.table(result | {"all_tiles": False})):
+        assert "| fwd+bwd ms | of the host |" in table
+        assert "| FLA PaTH (tilelang) | 1.00 | 3.00 | 0.50 |" in table
+    assert {shape[2] for shape in path.SHAPES} >= {1024, 2048, 4096, 16384}
 
 
 @pytest.mark.parametrize("shared", [1, 2, 3])

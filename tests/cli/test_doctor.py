@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
-from attnzoo.forms.backends import fla, fla_delta, fox_path
+from attnzoo.forms.backends import fla, fla_delta, fla_pairs, fox_path
 from attnzoo.kernels.common import device
 from attnzoo.kernels.linear import segments
 from attnzoo.layer import dispatch
@@ -38,7 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         monkeypatch.setattr(device, "triton_version", lambda: release)
         monkeypatch.setattr(segments, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(fla, "INSTALLED", fla_installed)
-        some = ["fox", "path", "mamba2", "gated_deltanet", "deltanet", "wall"]
+        some = ["fox", "path", "mamba2", "gated_deltanet", "deltanet", "kda", "wall"]
         monkeypatch.setattr(doctor, "list_variants", lambda side=None: [] if side else some)
         device.capability.cache_clear()
         try:
@@ -83,7 +83,9 @@ def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
 def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "MISCOMPILING", "3.6.0")
     monkeypatch.setattr(fla_delta, "register", lambda: True)
-    assert row(pretend((9, 0), (3, 6)), "gated_deltanet", "training").kernels == ""
+    report = pretend((9, 0), (3, 6))
+    assert row(report, "gated_deltanet", "training").kernels == "chunks, one backward kernel of ours"
+    assert row(report, "gated_deltanet", "prefill").kernels == ""
     monkeypatch.setattr(fla_delta, "register", lambda: False)
     report = pretend((9, 0), (3, 6))
     training = row(report, "gated_deltanet", "training")
@@ -91,6 +93,16 @@ def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monk
     assert training.why[-1].startswith("Triton 3.6.0 miscompiles flash-linear-attention's backward of a scalar decay")
     assert row(report, "gated_deltanet", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
     assert (row(report, "mamba2", "training").form, row(report, "mamba2", "training").why) == ("triton", ())
+
+
+def test_a_backward_kernel_of_ours_within_the_peers_is_named(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla_pairs, "register", lambda: True)
+    report = pretend((9, 0), (3, 7))
+    assert row(report, "kda", "training").kernels == "chunks, one backward kernel of ours"
+    assert row(report, "kda", "prefill").kernels == row(report, "gated_deltanet", "training").kernels == ""
+    assert row(pretend((8, 0), (3, 7)), "kda", "training").kernels == ""  # made for Hopper
+    monkeypatch.setattr(fla_pairs, "register", lambda: False)  # not wanted, or a release that takes none
+    assert row(pretend((9, 0), (3, 7)), "kda", "training").kernels == ""
 
 
 def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -350,7 +350,18 @@ def _explained(call: Call) -> tuple[str, str]:
         how.append("a decay per channel")
     if _narrow(call.q, call.v):
         how.append(f"heads padded to {LEAST_ON_HOPPER} channels")
+    if _replaced(call.gate, call.q):
+        how.append("one backward kernel of ours")
     return ", ".join(["chunks", *how]) if how else "", slow
+
+
+def _replaced(gate: Gate, q: Tensor) -> bool:
+    """Whether the library is offered a kernel of ours for the gradients of a delta rule: it is taken once proven."""
+    if gate.w is None or not torch.is_grad_enabled():
+        return False
+    if gate.log_diag is None and not _detour(gate, q):
+        return _miscompiled(gate, q)
+    return fla_pairs.serves(q) and fla_pairs.register()
 
 
 @cached_in_traces
