@@ -117,7 +117,7 @@ def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_
     assert len({process for _, process in lines}) == 2
 
 
-def test_a_run_that_fails_stops_only_those_that_wait_for_it_where_failures_are_told(tmp_path: Path) -> None:
+def test_a_run_that_fails_stops_only_those_that_wait_for_it_where_failures_are_told() -> None:
     said: list[str] = []
     tasks = {"a": partial(time.sleep, "x"), "b": partial(time.sleep, 0), "gone": partial(os._exit, 7)}
     tasks |= {"after a": partial(time.sleep, 0), "after b": partial(time.sleep, 0)}

@@ -130,7 +130,7 @@ def test_a_folder_of_tokens_is_mapped_and_nothing_of_it_read(tmp_path, monkeypat
     tracemalloc.stop()
 
 
-def test_joined_maps_read_as_one(tmp_path):
+def test_joined_maps_read_as_one():
     whole = np.arange(100)
     joined = Joined([whole[:30], whole[30:31], whole[31:]])
     assert len(joined) == 100

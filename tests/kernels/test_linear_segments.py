@@ -103,7 +103,7 @@ def test_what_is_left_out_weighs_at_most_eps(kind: str, monkeypatch: pytest.Monk
         assert bool((lost["g"][0].abs() <= eps * (n + m + 2) + 30 * slack).all()), eps
 
 
-def test_a_boundary_keeps_no_more_than_the_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_boundary_keeps_no_more_than_the_weights_say() -> None:
     """Of a constant gate, whose weights are a geometric series."""
     size, f, eps = chunks.CHUNK, 0.9, 1e-3
     g = torch.full((1, 20 * size, 1), math.log(f), device=DEVICE)
@@ -114,7 +114,7 @@ def test_a_boundary_keeps_no_more_than_the_weights_say(monkeypatch: pytest.Monke
     assert found.begin is not None
     assert found.until is not None
     assert found.begin.flatten().tolist() == expected
-    assert found.until.flatten().tolist() == [min(20, 4 * s + math.ceil((needs) / size)) for s in range(5)]
+    assert found.until.flatten().tolist() == [min(20, 4 * s + math.ceil(needs / size)) for s in range(5)]
     exact = segments.spans(segments.Segments(5, 4), *sums, size, 0.0, False, False)
     assert exact.begin is not None
     assert exact.begin.flatten().tolist() == [0, 0, 0, 0, 0]

@@ -101,7 +101,7 @@ def test_the_third_run_of_a_kind_is_replayed_on_other_tensors(again: Any) -> Non
     assert [again(*pair()) for _ in range(5)] == [True, True, False, False, False]
 
 
-def test_outputs_of_replays_are_new_each_time_and_nothing_else_is_kept(again: Any, monkeypatch: Any) -> None:
+def test_outputs_of_replays_are_new_each_time_and_nothing_else_is_kept(again: Any) -> None:
     for _ in range(3):
         again(*pair())
     made = Replay(plain)

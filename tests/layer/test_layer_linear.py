@@ -206,7 +206,7 @@ def test_nothing_is_said_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", LINEAR)
 @torch.no_grad()
-def test_cached_steps_run_on_the_fused_kernel(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_cached_steps_run_on_the_fused_kernel(name: str) -> None:
     """Also with padding, and after a prefill of many tokens on the reference, whose state they take."""
     attn, plain = layer(name), layer(name, impl="reference")
     x, mask = torch.randn(2, T + 4, D, device=HERE), torch.ones(2, T + 4, dtype=torch.int64, device=HERE)

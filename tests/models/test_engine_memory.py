@@ -303,7 +303,7 @@ def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prom
         assert sum(longest) == 1024 // (2 * 16 * 4)
 
 
-def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(prompts, monkeypatch):
+def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(monkeypatch):
     model = that_forgets("fox", {"threshold": 1e-6})  # everything is kept
     generator = Generator(model, 2, 400)
     slots = []

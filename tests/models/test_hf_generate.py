@@ -291,7 +291,7 @@ def test_the_engine_samples_from_the_models_distribution(tokens):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens, caplog):
+def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens):
     model = build()
     with pytest.raises(ValueError, match=f"engine: expected None or False here .*{message}"):
         model.generate(tokens, **{"max_new_tokens": 4, **options}, engine=True)

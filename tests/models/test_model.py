@@ -229,7 +229,7 @@ def test_sampling_repeats_with_its_generator_and_keeps_to_the_top_k(tokens):
     assert model.generate(tokens, 8, top_k=40).tolist() != greedy.tolist()
 
 
-def test_tied_embeddings_are_one_parameter(tokens):
+def test_tied_embeddings_are_one_parameter():
     tied, untied = build(tie_embeddings=True), build()
     assert tied.head.weight is tied.embedding.weight
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 40 * 32

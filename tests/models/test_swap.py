@@ -45,7 +45,7 @@ def test_every_variant_stands_in_every_configuration_by_one_word(name, caplog):
         assert lines == [f"model.attention: {variant} has no use for {', '.join(without)}, left out"] * bool(without)
 
 
-def test_options_that_the_new_variant_can_use_stay(caplog):
+def test_options_that_the_new_variant_can_use_stay():
     pro = find_config("fox-pro-125m", "train")
     assert load_config(pro, ["model.attention=gla"]).model.attention_options == {"block": "pro", "qk_norm_shared": True}
     assert load_config(pro, ["model.attention=fox"]) == load_config(pro)

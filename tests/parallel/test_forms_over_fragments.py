@@ -299,7 +299,7 @@ def test_a_fragment_of_the_linear_side_is_computed_by_the_form_of_the_call_alone
     assert calls == {number: [(3 + more, more > 0), (3, True)] for number in range(2)}
 
 
-def test_a_kernel_that_takes_no_more_columns_runs_twice(monkeypatch):
+def test_a_kernel_that_takes_no_more_columns_runs_twice():
     forms = get("gated_deltanet").form_set
     kernel = Kernel(
         lambda *_: None, forms._extend, lambda call: "wide" if call.v.shape[3] > 4 else "",

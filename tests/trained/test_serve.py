@@ -299,7 +299,7 @@ def test_a_generator_that_fails_is_told_to_all_who_ask(loaded, monkeypatch):
     assert not missed
 
 
-def test_chat_messages_become_a_prompt_by_the_tokenizers_template(run, loaded, tmp_path):
+def test_chat_messages_become_a_prompt_by_the_tokenizers_template(run, loaded):
     from attnzoo.trained.serving.asked import FieldError, Reader
 
     settings = json.dumps({"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}).encode()

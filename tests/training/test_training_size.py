@@ -91,7 +91,7 @@ def test_a_model_gives_its_loss_without_logits():
     torch.testing.assert_close(alone.loss, whole.loss)
 
 
-def test_prefill_computes_the_logits_of_the_last_position_alone(monkeypatch):
+def test_prefill_computes_the_logits_of_the_last_position_alone():
     model = build().eval()
     lengths = []
     model.head.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[:-1].numel()))
