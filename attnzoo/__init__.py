@@ -20,16 +20,7 @@ if TYPE_CHECKING:
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
     from attnzoo.layer.weight_decay import param_groups
-    from attnzoo.registry import (
-        dual,
-        get,
-        list_variants,
-        pair_for,
-        pairs,
-        register,
-        register_part,
-        register_readout,
-    )
+    from attnzoo.registry import dual, get, list_variants, pair_for, pairs, register, register_part, register_readout
     from attnzoo.registry.pair import Pair
     from attnzoo.registry.variant import Variant
 

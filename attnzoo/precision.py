@@ -37,14 +37,7 @@ class PreciseModule(nn.Module):
         """The names of the module's tensors that ``.to(dtype)`` never rounds."""
         return tuple(self._least)
 
-    def keep(
-        self,
-        name: str,
-        value: Tensor,
-        *,
-        trainable: bool = False,
-        least: torch.dtype = torch.float32,
-    ) -> None:
+    def keep(self, name: str, value: Tensor, *, trainable: bool = False, least: torch.dtype = torch.float32) -> None:
         """Register ``value`` as a parameter (without weight decay) or as a buffer.
 
         Args:

@@ -35,7 +35,7 @@ LAYERS = {name: {"attention": name} for name in list_variants()} | {
         "attention": [
             {"name": "mamba3", "options": {"head_dim": 8, "trapezoid": True, "qk_bias": True}},
             {"name": "rope", "options": {"kv_rank": 12, "shared_key_dim": 4, "rotated": 4}},
-        ],
+        ]
     },
 }
 LENGTHS = (3, 11, 1, 6)

@@ -25,15 +25,7 @@ import torch
 from torch import nn
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.benchmarks.measure import (
-    Result,
-    describe_versions,
-    finish,
-    headline,
-    keeper,
-    markdown_table,
-    not_measured,
-)
+from attnzoo.benchmarks.measure import Result, describe_versions, finish, headline, keeper, markdown_table, not_measured
 from attnzoo.benchmarks.train import rows
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.evaluation.layers import each_layer

@@ -81,12 +81,7 @@ def tokenize_corpus(
     with scratch_folder(part_of(folder.with_name(f"{folder.name}.texts"))) as texts:
         corpus = collect(paths, texts, patterns=patterns, json_field=json_field, min_bytes=min_bytes)
         done = tokenize(
-            [texts],
-            folder,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            end=end,
-            heldout_fraction=heldout_fraction,
+            [texts], folder, vocab_size=vocab_size, tokenizer=tokenizer, end=end, heldout_fraction=heldout_fraction
         )
         return corpus, done
 

@@ -162,9 +162,7 @@ def _plan_one(config: CompareConfig, entry: object) -> PlannedRun:
             f"no dot in front, and not {PAGE!r}"
         )
     model = replace(
-        config.train.model,
-        attention=variant,
-        attention_options={**config.train.model.attention_options, **options},
+        config.train.model, attention=variant, attention_options={**config.train.model.attention_options, **options}
     )
     train_config = replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model)
     return PlannedRun(key, label, variant, train_config, str(entry.get("group") or ""))

@@ -16,15 +16,7 @@ from attnzoo.layer.checks import check_layer, keys_per_token
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GATES, GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
-from attnzoo.layer.modules import (
-    FEATURE_MAPS,
-    HeadNorm,
-    Latent,
-    ShortConvolution,
-    TokenMix,
-    TokenShift,
-    ValueResidual,
-)
+from attnzoo.layer.modules import FEATURE_MAPS, HeadNorm, Latent, ShortConvolution, TokenMix, TokenShift, ValueResidual
 from attnzoo.layer.starts import NoticedStarts
 from attnzoo.precision import LinearMap, fill
 from attnzoo.registry.variant import Variant

@@ -28,13 +28,7 @@ from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.modules import (
-    ACTIVATIONS,
-    HeadNorm,
-    l2_normalize,
-    untouched,
-    writes_fuse,
-)
+from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, l2_normalize, untouched, writes_fuse
 from attnzoo.layer.products import products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call

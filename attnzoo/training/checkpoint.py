@@ -21,16 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from attnzoo.files import (
-    PART,
-    damaged_name,
-    digest,
-    parse_json,
-    part_of,
-    scratch_content,
-    scratch_folder,
-    sync,
-)
+from attnzoo.files import PART, damaged_name, digest, parse_json, part_of, scratch_content, scratch_folder, sync
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.recipe import to_yaml

@@ -355,11 +355,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
             project_dir=config.output_dir,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)],
         )
-    if accelerator.distributed_type in (
-        DistributedType.FSDP,
-        DistributedType.DEEPSPEED,
-        DistributedType.MEGATRON_LM,
-    ):
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"{accelerator.distributed_type} is the launcher's: start plain processes, and set sharding=fsdp to shard"
         )

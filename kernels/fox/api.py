@@ -136,14 +136,7 @@ def fox_attention(
         refuse_receivers(receivers, why)
         with as_given(q):  # products of what has been cast are not rounded again
             o, lse = fox_reference_with_lse(
-                q,
-                k,
-                v,
-                log_decay=log_decay,
-                valid=valid,
-                gate_sums=gate_sums,
-                retention=retention,
-                **options._asdict(),
+                q, k, v, log_decay=log_decay, valid=valid, gate_sums=gate_sums, retention=retention, **options._asdict()
             )
         return (o, lse) if return_lse else o
     op = _op()
@@ -164,13 +157,7 @@ def fox_attention(
 @with_layout
 @torch.no_grad()
 def kept_fraction(
-    q: Tensor,
-    k: Tensor,
-    *,
-    log_decay: Tensor,
-    layout: Layout | None = None,
-    impl: Impl = "auto",
-    **named: Any,
+    q: Tensor, k: Tensor, *, log_decay: Tensor, layout: Layout | None = None, impl: Impl = "auto", **named: Any
 ) -> Tensor:
     """Share of the causal blocks (128 rows by 64 keys) that ``fox_attention`` computes, per head.
 

@@ -17,13 +17,7 @@ NO_PARTS = RecurrentParts()
 
 @torch.no_grad()
 def linear_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    state: Tensor,
-    active: Tensor,
-    parts: RecurrentParts = NO_PARTS,
+    q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, active: Tensor, parts: RecurrentParts = NO_PARTS
 ) -> Tensor:
     """``S <- S A + v k^T`` with one new token of each sequence, in place, and what comes before and after it.
 

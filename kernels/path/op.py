@@ -16,13 +16,7 @@ from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import (
-    RowGates,
-    fake_attended,
-    fake_gradients,
-    row_lse,
-    sink_gradient,
-)
+from attnzoo.kernels.common.rows import RowGates, fake_attended, fake_gradients, row_lse, sink_gradient
 from attnzoo.kernels.levels.gates import summed
 from attnzoo.kernels.levels.layout import Wanted
 from attnzoo.kernels.levels.plan import LevelsCall, plan

@@ -246,9 +246,7 @@ def test_sources_of_two_kinds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="one tokenizer; '.*one' and '.*two' have two"):
         mixed(one, two)
     with pytest.raises(ValueError, match=r"documents='packed' needs .*bare\.npy' does not"):
-        build_data(
-            DataConfig(source=str(tmp_path / "bare.npy"), vocab_size=5, context_length=8, documents="packed"),
-        )
+        build_data(DataConfig(source=str(tmp_path / "bare.npy"), vocab_size=5, context_length=8, documents="packed"))
     with pytest.raises(ValueError, match=r"vocab_size=400: '.*one' is of a larger vocabulary and needs 500"):
         mixed(one, vocab_size=400)
 

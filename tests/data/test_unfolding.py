@@ -38,10 +38,7 @@ def byte_level():
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[END_OF_TURN],
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=300, special_tokens=[END_OF_TURN], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(["\u65e5\u672c\u8a9e abc \u05e9\u05dc\u05d5\u05dd \U0001f917 e\u0301"] * 9, trainer)
     return made

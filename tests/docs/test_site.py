@@ -107,8 +107,7 @@ def test_page_reads_well(reader, path, width):
     second = {"default": "slate", "slate": "default"}[first]
     other = sum(WIDTHS) - width
     for scheme, widths in in_long(
-        ((first, (width,)), (second, (other,))),
-        ((first, (width, other)), (second, (other, width))),
+        ((first, (width,)), (second, (other,))), ((first, (width, other)), (second, (other, width)))
     ):
         if scheme == second:
             page.evaluate(OTHER_SCHEME)

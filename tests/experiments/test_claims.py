@@ -67,8 +67,7 @@ def test_limit_is_tested_by_the_t_of_one_sample(kind, sign):
 
 
 @pytest.mark.parametrize(
-    ("now", "expected"),
-    [([1.2, 1.31, 1.26], "seen"), ([1.9, 2.01, 1.96], "not seen"), ([1.2, 2.4, 1.5], "undecided")],
+    ("now", "expected"), [([1.2, 1.31, 1.26], "seen"), ([1.9, 2.01, 1.96], "not seen"), ([1.2, 2.4, 1.5], "undecided")]
 )
 def test_a_gap_is_closed_by_more_than_a_share_seed_by_seed(now, expected):
     """Of a gap from 2.1 to 1.1, 2.2 to 1.2 and 2.15 to 1.15; the spread of the seeds is in all three alike."""

@@ -29,11 +29,7 @@ from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files
 from attnzoo.data.tokenizer import read_tokenizer, tokenize
-from attnzoo.evaluation import (
-    measure_context,
-    measure_losses,
-    measure_pruning,
-)
+from attnzoo.evaluation import measure_context, measure_losses, measure_pruning
 from attnzoo.experiments.evaluate import lines, measures
 from attnzoo.experiments.evaluate.saved import file_name, find_model
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure

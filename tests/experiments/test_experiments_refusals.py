@@ -74,10 +74,7 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
         (lambda value: AtLeast(value, None), "limit: expected a number .*, got None"),
         (lambda value: Below(value, value, by="a"), "by: expected a number .*, got 'a'"),
         (lambda value: Value("a", "loss", "1"), "at: expected a number .* or None, got '1'"),
-        (
-            lambda value: Correlated(("a", "b"), (("a", "b"),) * 9, "loss"),
-            "got 9 of which p is never below 1",
-        ),
+        (lambda value: Correlated(("a", "b"), (("a", "b"),) * 9, "loss"), "got 9 of which p is never below 1"),
         (lambda value: Correlated(("a", "b"), (("a", "b"),), "loss"), "pairs: expected ones .*, got 1 of which p"),
         (lambda value: Expectation("It is.", "", value), r"claim: expected one, as AtMost.*, got Value\(arm='a'"),
     ],
@@ -133,10 +130,7 @@ def test_one_thing_in_place_of_a_tuple_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"arms": (Arm("a", "fox"), Arm("b", "fox", {"kvshift": 1}))},
-            "arm 'b': unknown option .*did you mean 'kv",
-        ),
+        ({"arms": (Arm("a", "fox"), Arm("b", "fox", {"kvshift": 1}))}, "arm 'b': unknown option .*did you mean 'kv"),
         ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
         ({"probes": (LossByPlace(bands=257),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 257"),
         ({"probes": (LossByPlace(bands=0),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 0"),

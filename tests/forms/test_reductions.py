@@ -14,15 +14,7 @@ from torch import Tensor
 from attnzoo import Gate, get, list_variants
 from attnzoo.registry.table import PAIRS
 from attnzoo.samples import random_inputs
-from attnzoo.testing import (
-    CPU_FORMS,
-    LIMIT,
-    Inputs,
-    assert_close,
-    block_sizes,
-    relative_error,
-    value_and_gradients,
-)
+from attnzoo.testing import CPU_FORMS, LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 
 B, T, H, G, K, V = 2, 37, 4, 2, 8, 6
 Change = Callable[[Gate], Gate]

@@ -7,10 +7,7 @@ import torch.nn.functional as F
 from attnzoo import Gate, Prune, build_attention, get
 from attnzoo.samples import random_gate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
 B, T, H, K = 1, 320, 4, 64
 
 

@@ -9,18 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from calls import (
-    ODD,
-    borders,
-    clean_rows,
-    masks,
-    reshaped,
-    retyped,
-    right,
-    right_or_refused,
-    shared_options,
-    spoiled,
-)
+from calls import ODD, borders, clean_rows, masks, reshaped, retyped, right, right_or_refused, shared_options, spoiled
 from torch import Tensor
 
 from attnzoo import Gate, KVCache, RecurrentState, get, list_variants

@@ -235,12 +235,7 @@ PARTS = {
     "beta over 2": ("beta", put(2.5), ValueError, "gate.beta: expected values in [0, 2], got"),
     "negative beta": ("beta", put(-0.5), ValueError, "gate.beta: expected values in [0, 2], got -0.5 to"),
     "nan beta": ("beta", put(math.nan), ValueError, "gate.beta: expected values in [0, 2], got nan"),
-    "w that is too long": (
-        "w",
-        lambda x: 1.1 * x,
-        ValueError,
-        "gate.w: expected lengths of at most 1, got 1.1",
-    ),
+    "w that is too long": ("w", lambda x: 1.1 * x, ValueError, "gate.w: expected lengths of at most 1, got 1.1"),
     "nan w": ("w", put(math.nan), ValueError, "gate.w: expected lengths of at most 1, got nan"),
 }
 

@@ -24,16 +24,8 @@ PACKED = Case(T=140, H=2, G=2, gate="none", cu_seqlens=(0, 1, 70, 130, 140))
 PRUNED = Case(T=270, H=1, G=1, gate="strong", options={"prune": Prune(1e-4)})
 
 
-TALL: dict[Kind, Tiles] = {
-    "fwd": Tiles(128, 64, 4, 1),
-    "dq": Tiles(128, 64, 4, 1),
-    "dkdv": Tiles(64, 64, 4, 1),
-}
-SMALL: dict[Kind, Tiles] = {
-    "fwd": Tiles(64, 32, 4, 1),
-    "dq": Tiles(64, 32, 4, 1),
-    "dkdv": Tiles(32, 64, 4, 1),
-}
+TALL: dict[Kind, Tiles] = {"fwd": Tiles(128, 64, 4, 1), "dq": Tiles(128, 64, 4, 1), "dkdv": Tiles(64, 64, 4, 1)}
+SMALL: dict[Kind, Tiles] = {"fwd": Tiles(64, 32, 4, 1), "dq": Tiles(64, 32, 4, 1), "dkdv": Tiles(32, 64, 4, 1)}
 
 
 TILED = [

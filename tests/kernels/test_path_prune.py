@@ -122,8 +122,7 @@ def adversary(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
-    "kind",
-    ["at the bound", "turned against the row", "one dominating key", "gates open and close", "all at once"],
+    "kind", ["at the bound", "turned against the row", "one dominating key", "gates open and close", "all at once"]
 )
 def test_dropped_mass_stays_below_eps(kind: str, bound: str) -> None:
     x = adversary(kind)

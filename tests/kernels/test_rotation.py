@@ -93,8 +93,7 @@ def assert_near(given: list[Tensor], dtype: torch.dtype, received: bool, balance
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtype"),
-    [("a head's own", torch.float16), ("all heads'", torch.float32), ("all rows'", torch.float16)],
+    ("shapes", "dtype"), [("a head's own", torch.float16), ("all heads'", torch.float32), ("all rows'", torch.float16)]
 )
 def test_values_and_gradients_are_as_near_to_float64_as_plain_pytorch(shapes: str, dtype: torch.dtype) -> None:
     given = drawn(SHAPES[shapes], dtype, w=shapes != "all heads'")

@@ -62,9 +62,7 @@ def test_the_definition_is_the_product_written_out(regime: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float32) for case in CASES), (CASES[4], torch.float16)],
-    ids=str,
+    ("case", "dtype"), [*((case, torch.float32) for case in CASES), (CASES[4], torch.float16)], ids=str
 )
 def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
     x = inputs(case, dtype)

@@ -31,8 +31,7 @@ def by_mask(attn, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("rope", {}), ("fox", {"sinks": True}), ("alibi", {}), ("path_fox", {}), ("wall", {})],
+    ("name", "options"), [("rope", {}), ("fox", {"sinks": True}), ("alibi", {}), ("path_fox", {}), ("wall", {})]
 )
 def test_rows_of_training_see_their_own_group_alone(name, options):
     attn, whole = (layer(name, training_groups=groups, **options).train() for groups in (GROUP, None))

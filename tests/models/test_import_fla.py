@@ -56,10 +56,7 @@ CASES = {
     "mamba2, without a norm": ("Mamba2", {**MAMBA, "rmsnorm": False}),
     "wall": ("WallTransformer", {"num_kv_heads": 2}),
     "wall, gated and normed": ("WallTransformer", {"qk_norm": True, "use_output_gate": True}),
-    "wall, with a scalar gate": (
-        "WallTransformer",
-        {"num_kv_heads": 2, "use_scalar_gate": True},
-    ),
+    "wall, with a scalar gate": ("WallTransformer", {"num_kv_heads": 2, "use_scalar_gate": True}),
 }
 
 

@@ -77,8 +77,7 @@ def of_a_product(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in presets.names() if name.endswith("-pro-125m" if of_a_product(name) else "-125m")],
+    "name", [name for name in presets.names() if name.endswith("-pro-125m" if of_a_product(name) else "-125m")]
 )
 def test_every_preset_is_a_run(name):
     config = load_config(find_config(name, "train"))

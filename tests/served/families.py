@@ -38,19 +38,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
             {"name": "rope", "options": {"window": 40, "sinks": True}},
             {"name": "fox", "options": {"block": "pro"}},
             {"name": "nope", "norm": "after"},
-        ],
+        ]
     },
     "linear": {
         "attention": [
             *("linear_attention", "retnet", "mamba2", "gla", "complex_linear"),
             *("deltanet", "gated_deltanet", "kda", "mamba3"),
-        ],
+        ]
     },
     "linear_products": {
         "attention": [
             *("gated_gla", "rope_deltanet", "rope_gated_deltanet", "rope_gla", "rope_gated_gla"),
             *("gated_kda", "rope_kda", "rope_gated_kda"),
-        ],
+        ]
     },
     "linear_parts": {
         "attention": [
@@ -61,7 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             {"name": "retnet", "options": {"rotary": 10000.0, "block": "pro"}},
             {"name": "mamba3", "options": {"trapezoid": True, "qk_bias": True, "head_dim": 16}},
             {"name": "gated_deltanet", "options": {"query_correction": True}},
-        ],
+        ]
     },
     "rwkv7": {
         "attention": "rwkv7",

@@ -188,12 +188,7 @@ def test_what_cannot_be_converted_is_named(folder, run, tmp_path):
         ("foks", [], {}, "unknown variant 'foks'.*did you mean 'fox'"),
         ("rope", [], {}, "--to: expected other layers than the model's own, got 'rope'"),
         (["fox", "same"], [], {}, "does not fill num_layers=1 evenly"),
-        (
-            "fox",
-            ["model.attention_options.gate_biass=3"],
-            {},
-            "unknown option 'gate_biass' .*did you mean 'gate_bias'",
-        ),
+        ("fox", ["model.attention_options.gate_biass=3"], {}, "unknown option 'gate_biass' .*did you mean 'gate_bias'"),
         ("forgetting", ["model.attention_options.acp=true"], {}, "--to forgetting: expected no changes .*, got acp"),
         ("forgetting", [], {"rotation": False}, "--to forgetting: expected no changes .*, got --drop-rotation"),
         ("fox", ["model.hidden_size=3"], {}, "model.hidden_size: the conversion sets it"),

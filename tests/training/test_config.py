@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.config import (
-    LayerSpec,
-    ModelConfig,
-    TrainConfig,
-    config_differences,
-    load_config,
-    save_config,
-)
+from attnzoo.config import LayerSpec, ModelConfig, TrainConfig, config_differences, load_config, save_config
 from attnzoo.errors import unknown
 from attnzoo.experiments.builtin import CONFIGS, built_in, find_config
 from attnzoo.experiments.compare import CompareConfig

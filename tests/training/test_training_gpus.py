@@ -9,10 +9,7 @@ import tiny_runs
 import torch
 from tiny_processes import environment
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
 SMALL = (
     "data.context_length=512",
     "model={hidden_size: 256, num_layers: 4, num_heads: 4, attention: [path_fox, fox, gla, mamba2]}",

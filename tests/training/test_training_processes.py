@@ -232,8 +232,7 @@ def test_two_processes_that_share_each_sequence_train_what_one_does(runs, run, o
 
 
 @pytest.mark.parametrize(
-    ("run", "one"),
-    [("aligned-two", "aligned-one"), ("aligned-shared", "aligned-one"), ("taught-parts", "taught-one")],
+    ("run", "one"), [("aligned-two", "aligned-one"), ("aligned-shared", "aligned-one"), ("taught-parts", "taught-one")]
 )
 def test_two_processes_learn_from_a_teacher_what_one_does(runs, run, one):
     """Packed documents, layer by layer; and logits by a model of which each has a part."""

@@ -81,8 +81,7 @@ WITHOUT = {  # known kinds of models that have no mapping
     "qwen2_moe": f"{EXPERTS}; 'qwen2' loads",
     "qwen3_moe": f"{EXPERTS}; 'qwen3' loads",
     **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_text"),
-        f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')",
+        ("qwen3_5_moe", "qwen3_5_moe_text"), f"{EXPERTS}; dense models of the family load ('qwen3_5', 'qwen3_5_text')"
     ),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), f"{IMAGES}; 'qwen2' loads"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{IMAGES}; 'qwen3' and 'qwen3_5' load"),

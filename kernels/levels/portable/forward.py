@@ -18,14 +18,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
-from attnzoo.kernels.common.launching import (
-    can_describe,
-    cdiv,
-    dot_precision,
-    head_block,
-    row_strides,
-    tile_descriptor,
-)
+from attnzoo.kernels.common.launching import can_describe, cdiv, dot_precision, head_block, row_strides, tile_descriptor
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule

@@ -18,13 +18,7 @@ from attnzoo.forms.readout import least_logit, logits_of
 
 
 def attend_carried(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Gate,
-    pool: Any,
-    valid: Tensor | None,
-    given: SoftmaxOptions,
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, pool: Any, valid: Tensor | None, given: SoftmaxOptions
 ) -> tuple[Tensor, Tensor]:
     """Attention of C new tokens over the keys in the pool and their own, before they are added.
 
