@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import io
 import json
@@ -14,44 +13,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from own_experiment import start, write_own
+from own_experiment import start
 from rich.console import Console
 
 from attnzoo.cli import app
-from attnzoo.data.tasks import Examples, build_task
-from attnzoo.evaluation.answers import Guess, measure_guess
 from attnzoo.experiments import kept
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
-from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
+from attnzoo.experiments.outcome import Trained, as_json, load_outcome, save_outcome
 from attnzoo.experiments.plan import Schedule
-from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, row_in_words, verdict_table
+from attnzoo.experiments.report.experiment import markdown, render_experiment, row_in_words, verdict_table
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """The name of an experiment of one's own, in the folder that is current."""
-    monkeypatch.chdir(tmp_path)
-    return write_own()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A folder in which it has run."""
-    folder = tmp_path_factory.mktemp("finished")
-    with contextlib.chdir(folder):
-        start(write_own())
-    return folder
-
-
-@pytest.fixture
-def done(own, finished):
-    """The name of an experiment of one's own, which has run, in the folder that is current."""
-    shutil.copytree(finished, ".", dirs_exist_ok=True)
-    return own
 
 
 @pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
@@ -381,72 +355,6 @@ def test_ordering_that_no_experiment_names_is_one_command(done):
     assert "attnzoo experiment run mine.py --seeds 2 --claim 'longer: fox < nope qk_norm=rms'" in page
 
 
-def change(outcome, wrong, guess):
-    """The outcome with these shares of wrong answers in the runs of either arm, beside a guess."""
-    places = {1.0: Guess(guess, 0.02), 2.0: Guess(guess, 0.02)}
-    runs = [
-        replace(run, values={**run.values, "wrong answers": dict.fromkeys(places, wrong[run.arm] + run.seed / 100)},
-                guesses={**run.guesses, "wrong answers": places})
-        for run in outcome.runs
-    ]  # fmt: skip
-    return replace(outcome, runs=tuple(runs))
-
-
-def test_nothing_is_decided_where_no_model_is_better_than_a_guess(done):
-    whole, experiment = load_outcome(Path("out/result.json")), find(done)
-    claim = experiment.expectations[0].claim
-    never = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
-    assert claim.judge(never.values).word == "seen"
-    assert never.verdict(claim).word == "undecided"
-    assert never.verdict(claim).why.endswith("no model is better than a guess")
-    assert "wrong answers" in never.unlearnt()
-    learnt = change(whole, {"fox": 0.6, "none, one head": 0.8}, 0.75)
-    assert learnt.verdict(claim).word == "seen"
-    assert "wrong answers" not in learnt.unlearnt()
-    older = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
-    older = replace(older, runs=tuple(replace(run, guesses={}) for run in older.runs))
-    assert older.verdict(claim).word == "seen"  # of a result that is older than guesses
-    for outcome, is_said in ((never, True), (learnt, False)):
-        hint = "No model is better than a guess in 'wrong answers': always the same answer is 75% wrong."
-        assert (hint in markdown(experiment, outcome)) == is_said
-        assert (hint in html.unescape(render_experiment(experiment, outcome))) == is_said
-        assert "| *always the same answer* | | 75.00 % | 75.00 % |" in markdown(experiment, outcome)
-        save_outcome(outcome, Path("again.json"))
-        assert load_outcome(Path("again.json")) == outcome
-
-
-def test_a_model_that_may_be_better_than_a_guess_is_not_said_to_have_learnt_nothing(done):
-    whole = load_outcome(Path("out/result.json"))
-    nearly = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
-    never = change(whole, {"fox": 0.74, "none, one head": 0.8}, 0.75)
-    few, nothing = (hint for outcome in (nearly, never) for hint in hints(outcome) if "'wrong answers'" in hint)
-    assert "may be chance: it takes 4." in few
-    assert "Nothing was learnt" not in few
-    assert "Nothing was learnt" in nothing
-
-
-def test_a_model_that_is_right_by_chance_is_not_better_than_a_guess_that_never_is():
-    """Of 4,096 values any is as likely: 4,096 answers at random are right once in the mean, and some guesses never."""
-    examples = Examples(build_task("mqar", {"pairs": 16}), 256, seed=1000, held_out=True)
-    guess = measure_guess(examples, 256)
-    assert (guess.wrong, guess.uncertainty, guess.asked) == (1.0, 0.0, 4096)
-    for right, better in ((0, False), (1, False), (8, False), (40, True), (4096, True)):
-        run = Trained("a", 0.1, 0, 0.0, {"p": {1.0: 1 - right / 4096}}, guesses={"p": {1.0: guess}})
-        assert run.betters("p") == better
-        assert from_json(json.loads(json.dumps(as_json(run)))) == run
-
-
-def test_guess_is_asked_what_the_probe_asks(done):
-    outcome = load_outcome(Path("out/result.json"))
-    for run in outcome.runs:
-        assert {probe: [*found] for probe, found in run.guesses.items()} == {
-            probe: [*found] for probe, found in run.values.items()
-        }
-        noise = run.guesses["noise"]  # rows of 8 tokens without noise ask more often
-        assert noise[0.0].uncertainty < noise[0.5].uncertainty
-    assert outcome.guess("noise", 0.0) == outcome.runs[0].guesses["noise"][0.0].wrong
-
-
 def test_gains_of_both_sides_are_drawn_with_every_run(done):
     outcome = load_outcome(Path("out/result.json"))
     arms = ("none, one head", "fox")
@@ -457,76 +365,6 @@ def test_gains_of_both_sides_are_drawn_with_every_run(done):
     assert "What a part gains on either side" in page
     assert page.count("none, one head | fox") == 1
     assert page.count('class="heat"') == 1 + len(experiment.arms)  # the grid and a map for each arm
-
-
-def test_a_result_that_comes_from_elsewhere_is_gone_on_from(done, monkeypatch):
-    """Seeds of several sittings add up; a search of learning rates is not made again."""
-    whole = load_outcome(Path("out/result.json"))
-    part = replace(whole, runs=tuple(run for run in whole.runs if (run.arm, run.seed) != ("none, one head", 1)))
-    save_outcome(part, Path("part.json"))
-    shutil.rmtree("out")
-    trained, folders = running.train, []
-    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
-    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
-    result = CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert folders == ["out/none-one-head/lr0.1-seed1"]
-    again = load_outcome(Path("out/result.json"))
-    assert "--resume-from part.json" in again.command
-    assert again.machine["before"].startswith("3 runs on ")
-    for kind in ("runs", "tried"):
-        then, now = (
-            [replace(run, date="", seconds=0.0, machine="") for run in getattr(of, kind)] for of in (whole, again)
-        )
-        assert now == then
-    CliRunner().invoke(app, command, catch_exceptions=False)  # the folder keeps them, and where they were made
-    assert len(folders) == 1
-    assert load_outcome(Path("out/result.json")).machine == again.machine
-
-
-def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypatch):
-    whole = load_outcome(Path("out/result.json"))
-    first = tuple(replace(run, values={}, guesses={}) for run in whole.runs if run.seed == 0)  # as one rate is recorded
-    save_outcome(replace(whole, tried=first), Path("part.json"))
-    shutil.rmtree("out")
-    monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
-    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
-    CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
-    again = load_outcome(Path("out/result.json"))
-    assert all(run.machine for run in (*again.tried, *again.runs))
-    for now, then in ((again.tried, first), (again.runs, whole.runs)):
-        assert tuple(replace(run, machine="") for run in now) == then
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda of: replace(of, size="gpu"), "--resume-from: expected a result of the size 'cpu', got 'gpu'"),
-        (lambda of: replace(of, experiment="parity"), "--resume-from: expected .* experiment 'mine', got 'parity'"),
-        (
-            lambda of: replace(of, runs=(replace(of.runs[0], arm="foxx"),)),
-            "unknown arm 'foxx' of --resume-from: .*'fox'",
-        ),
-        (lambda of: replace(of, runs=(replace(of.runs[0], seed=4),)), "fox, seed 4, .*: .*`--seeds 5` takes this one"),
-        (lambda of: replace(of, runs=(replace(of.runs[0], key="a"),)), "fox, seed 0, .* was of other settings, anoth"),
-        (lambda of: replace(of, runs=(replace(of.runs[0], key=""),)), "fox, seed 0, .* has no digest of its settings"),
-    ],
-)
-def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
-    outcome = replace(load_outcome(Path("out/result.json")), tried=())
-    with pytest.raises(ValueError, match=message):
-        start(done, record=change(outcome))
-
-
-@pytest.mark.parametrize("option", ["--resume-from", "--rates"])
-def test_a_result_that_is_not_there_is_refused_by_its_option(done, option):
-    result = CliRunner().invoke(app, ["experiment", "run", done, option, "none.json"])
-    assert str(result.exception).startswith(f"{option}: none.json is not readable: ")
-
-
-def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
-    with pytest.raises(ValueError, match=r"fox, seed 0, learning rate .*: expected the learning rate of --rates, 0\.3"):
-        start(done, record=load_outcome(Path("out/result.json")), rates={"fox": 0.3})
 
 
 def test_a_row_of_fewer_seeds_than_planned_says_how_many(done):

@@ -1,0 +1,85 @@
+"""Runs of an earlier result count as finished, and those of another experiment are refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from own_experiment import start
+
+from attnzoo.cli import app
+from attnzoo.experiments import run as running
+from attnzoo.experiments.outcome import load_outcome, save_outcome
+
+
+def test_a_result_that_comes_from_elsewhere_is_gone_on_from(done, monkeypatch):
+    """Seeds of several sittings add up; a search of learning rates is not made again."""
+    whole = load_outcome(Path("out/result.json"))
+    part = replace(whole, runs=tuple(run for run in whole.runs if (run.arm, run.seed) != ("none, one head", 1)))
+    save_outcome(part, Path("part.json"))
+    shutil.rmtree("out")
+    trained, folders = running.train, []
+    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
+    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
+    result = CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert folders == ["out/none-one-head/lr0.1-seed1"]
+    again = load_outcome(Path("out/result.json"))
+    assert "--resume-from part.json" in again.command
+    assert again.machine["before"].startswith("3 runs on ")
+    for kind in ("runs", "tried"):
+        then, now = (
+            [replace(run, date="", seconds=0.0, machine="") for run in getattr(of, kind)] for of in (whole, again)
+        )
+        assert now == then
+    CliRunner().invoke(app, command, catch_exceptions=False)  # the folder keeps them, and where they were made
+    assert len(folders) == 1
+    assert load_outcome(Path("out/result.json")).machine == again.machine
+
+
+def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypatch):
+    whole = load_outcome(Path("out/result.json"))
+    first = tuple(replace(run, values={}, guesses={}) for run in whole.runs if run.seed == 0)  # as one rate is recorded
+    save_outcome(replace(whole, tried=first), Path("part.json"))
+    shutil.rmtree("out")
+    monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
+    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
+    CliRunner().invoke(app, [*command, "--resume-from", "part.json"], catch_exceptions=False)
+    again = load_outcome(Path("out/result.json"))
+    assert all(run.machine for run in (*again.tried, *again.runs))
+    for now, then in ((again.tried, first), (again.runs, whole.runs)):
+        assert tuple(replace(run, machine="") for run in now) == then
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda of: replace(of, size="gpu"), "--resume-from: expected a result of the size 'cpu', got 'gpu'"),
+        (lambda of: replace(of, experiment="parity"), "--resume-from: expected .* experiment 'mine', got 'parity'"),
+        (
+            lambda of: replace(of, runs=(replace(of.runs[0], arm="foxx"),)),
+            "unknown arm 'foxx' of --resume-from: .*'fox'",
+        ),
+        (lambda of: replace(of, runs=(replace(of.runs[0], seed=4),)), "fox, seed 4, .*: .*`--seeds 5` takes this one"),
+        (lambda of: replace(of, runs=(replace(of.runs[0], key="a"),)), "fox, seed 0, .* was of other settings, anoth"),
+        (lambda of: replace(of, runs=(replace(of.runs[0], key=""),)), "fox, seed 0, .* has no digest of its settings"),
+    ],
+)
+def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
+    outcome = replace(load_outcome(Path("out/result.json")), tried=())
+    with pytest.raises(ValueError, match=message):
+        start(done, record=change(outcome))
+
+
+@pytest.mark.parametrize("option", ["--resume-from", "--rates"])
+def test_a_result_that_is_not_there_is_refused_by_its_option(done, option):
+    result = CliRunner().invoke(app, ["experiment", "run", done, option, "none.json"])
+    assert str(result.exception).startswith(f"{option}: none.json is not readable: ")
+
+
+def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
+    with pytest.raises(ValueError, match=r"fox, seed 0, learning rate .*: expected the learning rate of --rates, 0\.3"):
+        start(done, record=load_outcome(Path("out/result.json")), rates={"fox": 0.3})
