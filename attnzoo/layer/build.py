@@ -100,6 +100,8 @@ _WHY = {
     "a layer takes any length": ("block_size", "max_seq_len", "max_position_embeddings", "context_length"),
     "x is [B, T, D] everywhere": ("batch_first", "layout"),
     "the projections' own are qkv_bias and output_bias": ("bias",),
+    "D is hidden_size": ("d_model", "dim", "embed_dim", "n_embd"),
+    "a layer is a module: build_attention(...).to(device, dtype)": ("device", "dtype"),
 }  # fmt: skip
 REFUSED = {option: why for why, options in _WHY.items() for option in options}
 

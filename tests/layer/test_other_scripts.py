@@ -218,6 +218,8 @@ def test_options_that_no_paper_has_are_refused_with_the_reason():
         ("attn_drop", "no paper"),
         ("is_causal", "every layer is causal"),
         ("bias", "qkv_bias"),
+        ("d_model", "hidden_size"),
+        ("dtype", "to\\(device, dtype"),
     ):
         with pytest.raises(ValueError, match=f"^{option}: expected no such option .*{why}.*, got True"):
             build_attention("fox", **SIZES, **{option: True})
