@@ -233,6 +233,7 @@ def test_a_readout_of_a_file_is_listed_shown_verified_and_trained_by_one_word(
         (["compare", "demo", "train.stepz=3"], ["'train.stepz'"]),
         (["compare", "missing.yaml"], ["missing.yaml"]),
         (["report", "missing"], ["missing"]),
+        (["report", f"{Path(DEMO).parent}s"], ["is not there; did you mean", "/compare'"]),
         (["report"], ["RUN"]),
         (["report", ""], ["RUN", "expected a path, got ''"]),
         (["report", "x", "-o", "/dev/null/page.html"], ["--output='/dev/null'", "is not a folder"]),

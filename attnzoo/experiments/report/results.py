@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from attnzoo.errors import did_you_mean_path
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
 from attnzoo.files import digest, parse_json, write_whole
 from attnzoo.layer.attention import Attention
@@ -194,7 +195,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs = []
     for path in paths:
         if not path.is_dir():
-            why = "is a file" if path.exists() else "is not there"
+            why = "is a file" if path.exists() else f"is not there{did_you_mean_path(path, folders=True)}"
             raise FileNotFoundError(f"expected the folder of a run, or of runs: {str(path)!r} {why}")
         inside: list[Path] = []
         for name in (JSON_NAME, "config.yaml"):
