@@ -199,9 +199,10 @@ def test_text_from_outside_is_escaped(page: str) -> None:
         assert f"<{text}>" not in page
 
 
-def test_page_says_machine_command_and_budget(page: str) -> None:
+def test_page_says_machine_command_and_budget(page: str, results: list[RunResult]) -> None:
     assert "attnzoo compare demo.yaml steps=40" in page
     assert "163,840 tokens each in 40 steps" in page
+    assert "163,840 tokens in 40 steps" in render(results[:1])
     assert page.count("<dt>machine</dt>") == 1
 
 

@@ -240,7 +240,7 @@ def _budget(results: Sequence[RunResult]) -> str:
     facts = [result.facts for result in results]
     tokens = sorted({fact.tokens for fact in facts})
     steps = sorted({fact.steps for fact in facts})
-    text = " or ".join(f"{value:,}" for value in tokens) + " tokens each in "
+    text = " or ".join(f"{value:,}" for value in tokens) + f" tokens {'each ' if len(facts) > 1 else ''}in "
     text += " or ".join(f"{value:,}" for value in steps) + " steps"
     return f"{text}; {sum(fact.seconds for fact in facts) / 60:.1f} minutes of training in all"
 
