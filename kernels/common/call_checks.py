@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import OPAQUE, counted, in_transform, reads_values
-from attnzoo.errors import unknown
+from attnzoo.errors import did_you_mean
 from attnzoo.kernels.common.argument_checks import check_log_dtype, check_numbers, check_tensors, check_values
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import device_unavailable, interpreted
@@ -158,7 +158,8 @@ def refuse_receivers(receivers: tuple[Tensor, ...] | None, why: str) -> None:
 def pick_implementation(function: str, impl: str, why: str) -> str:
     """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
     if impl not in get_args(Impl):
-        raise unknown("impl", impl, get_args(Impl))
+        known = get_args(Impl)
+        raise ValueError(f"impl: expected one of {', '.join(known)}, got {impl!r}{did_you_mean(impl, known)}")
     if impl == "triton" and why:
         error = ImportError if "installed" in why else ValueError
         raise error(f"impl: 'triton' cannot run here: {why}")

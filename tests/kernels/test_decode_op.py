@@ -138,7 +138,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"window": 0}, r"window: expected at least 1"),
     ({"scale": -1.0}, r"scale: expected a positive finite number"),
     ({"first": None}, r"first: expected a tensor, got NoneType"),
-    ({"impl": "tritn"}, r"unknown impl 'tritn': expected one of auto, .*did you mean 'triton'"),
+    ({"impl": "tritn"}, r"impl: expected one of auto, .*got 'tritn'; did you mean 'triton'"),
 ]
 
 

@@ -176,7 +176,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"receivers": (1, 2)}, r"receivers: expected a tuple of tensors or None, got \(1, 2\)"),
     ({"receivers": (torch.zeros(1, 4, 2, 8),)}, r"receivers: expected float32 tensors of shapes"),
     ({"receivers": (torch.zeros(1, 4, 2, 8),) * 2, "impl": "reference"}, r"receivers: expected None in the reference"),
-    ({"impl": "tritn"}, r"unknown impl 'tritn': expected one of auto, .*did you mean 'triton'"),
+    ({"impl": "tritn"}, r"impl: expected one of auto, .*got 'tritn'; did you mean 'triton'"),
 ]
 
 

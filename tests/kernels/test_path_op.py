@@ -252,7 +252,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scale": -1.0}, r"scale: expected a positive finite number"),
     ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
-    ({"impl": "tritn"}, r"unknown impl 'tritn': expected one of auto, .*did you mean 'triton'"),
+    ({"impl": "tritn"}, r"impl: expected one of auto, .*got 'tritn'; did you mean 'triton'"),
 ]
 
 

@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"v": torch.zeros(1, 4, 1, 16)}, r"v: expected \[B=1, S=4, G=2, V\]"),
     ({"window": 0}, r"window: expected at least 1"),
     ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T = 4"),
-    ({"impl": "tritn"}, r"unknown impl 'tritn': expected one of auto, .*did you mean 'triton'"),
+    ({"impl": "tritn"}, r"impl: expected one of auto, .*got 'tritn'; did you mean 'triton'"),
 ]
 
 
