@@ -31,7 +31,7 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
     that keeps most on, to and fro, so that ranks know their turn without asking the host.
     """
     g, (H, G, W) = rows.gate.log_decay, (rows.q.shape[2], rows.k.shape[2], fragments.ranks)
-    if getattr(rows.options, "prune", None) is None or g is None or (g.ndim > 1 and g.shape[2] == 1):
+    if getattr(rows.options, "prune", None) is None or g is None:
         return rows, None
     groups = G if G % W == 0 else H
     with torch.no_grad():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 from attnzoo import Gate, Prune, get, list_variants
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Kernel
 from attnzoo.parallel import Fragments, attention, collectives, pruned
@@ -147,8 +148,12 @@ def test_with_heads_exchanged_or_documents_whole_any_number_of_ranks_gives_the_s
 def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name, H, G, monkeypatch):
     fragments, dealt = Fragments.zigzag([0, 9, T], 2), []
     *rows, gate = random_inputs(name, B=1, T=T, H=H, G=G, K=4, V=3, regime="open", seed=3)
-    decays = -torch.linspace(0.0, 2.0, H, dtype=torch.float64)  # the first heads keep most
-    gate = replace(gate, log_decay=decays if gate.log_decay.ndim == 1 else decays.expand(1, T, H) * 1.0)
+    decays = -0.4 - torch.linspace(0.0, 0.2, H, dtype=torch.float64)  # the first heads keep most
+    if gate.log_decay.ndim > 1:  # though not by the tokens of rank 0
+        decays = decays.expand(1, T, H).clone()
+        for number, sign in enumerate((4, -4)):
+            decays[:, fragments.index(number)] += torch.linspace(-sign, sign, H) / fragments.count(number)
+    gate = replace(gate, log_decay=decays)
     options = {"prune": Prune(1e-30), "sink": torch.linspace(-1, 1, H, dtype=torch.float64)}
     deal = attention.dealt
     monkeypatch.setattr(attention, "dealt", lambda *given: dealt.append(deal(*given)) or dealt[-1])
@@ -160,6 +165,28 @@ def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name
         assert [set(share) for share in order.unflatten(0, (2, -1)).tolist()] == [
             {first + i for first in turn for i in range(size)} for turn in turns
         ]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "tokens", "chosen"),
+    [
+        ("path_fox", "triton", T, "heads"),
+        ("path_fox", "reference", T, "gather"),
+        ("deltanet", "triton", [0, 9, T], "heads"),
+        ("deltanet", "triton", T, "states"),
+        ("deltanet", "reference", [0, 9, T], "states"),
+        ("gated_deltanet", "triton", [0, 9, T], "states"),
+    ],
+)
+def test_a_kernel_that_takes_whole_sequences_alone_gets_heads(name, form, tokens, chosen):
+    forms, inputs = get(name).form_set, random_inputs(name, B=1, T=T, H=4, G=2, K=4, V=3)
+    call = forms, form, Rows(*inputs, forms.OPTIONS()), Fragments.contiguous(tokens, 2)
+    assert attention.choose_transport(*call, "auto")[0] == chosen
+    if chosen == "heads":
+        with pytest.raises(
+            UnavailableError, match="'gather': the triton form takes whole sequences alone, expected 'h"
+        ):
+            attention.choose_transport(*call, "gather")
 
 
 @pytest.mark.parametrize("name", ["fox", "alibi", "path_fox", "fox_rope"])
@@ -179,6 +206,7 @@ def test_what_is_not_sent_weighs_no_more_than_eps(name):
         assert_close({"o": together.pop("o")}, {"o": whole["o"]}, 1e-10)
         assert_close(together, {n: x for n, x in whole.items() if n != "o"}, 1e-9)
         eps = 0.05
+        assert pruned.allowed(Prune(eps)).eps == pytest.approx(eps - eps * pruned.UNSENT)
         moved = replace(run, options={**options, "prune": Prune(eps)}).together()["o"] - whole["o"]
         assert float(moved.abs().max()) <= 2 * eps * float(inputs[2].abs().max())
 
@@ -301,8 +329,13 @@ def test_a_fragment_of_the_linear_side_is_computed_by_the_form_of_the_call_alone
 
 def test_a_kernel_that_takes_no_more_columns_runs_twice():
     forms = get("gated_deltanet").form_set
+
+    def extend(q, k, v, *others):
+        assert v.shape[3] <= 4
+        return forms._extend(q, k, v, *others)
+
     kernel = Kernel(
-        lambda *_: None, forms._extend, lambda call: "wide" if call.v.shape[3] > 4 else "",
+        lambda *_: None, extend, lambda call: "wide" if call.v.shape[3] > 4 else "",
         honours=frozenset(LinearOptions.__match_args__),
     )  # fmt: skip
     own, fragments = replace(forms, kernels={"kernel": kernel}), Fragments.zigzag([0, 9, T], 2)

@@ -16,15 +16,18 @@ T = 23
 
 
 @pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
-@pytest.mark.parametrize("users", [1, 2])
-def test_the_last_state_has_a_gradient_whichever_ranks_use_it(name, users):
+@pytest.mark.parametrize(("users", "outputs"), [(1, True), (2, True), (2, False)])
+def test_the_last_state_has_a_gradient_whichever_ranks_use_it(name, users, outputs):
+    """Beside the outputs, or alone."""
     forms, fragments = get(name).form_set, Fragments.contiguous(T, 2)
     *rows, gate = random_inputs(name, B=1, T=T, H=2, G=2, K=4, V=3, regime="open")
 
     def gradients(read, rows, used):
         given = [x.clone().requires_grad_() for x in rows]
         o, state = read(given)
-        return torch.autograd.grad(o.sum() + (used * state.matrix.square().sum() if used else 0), given)
+        loss = (o.sum() if outputs else 0) + (used * state.matrix.square().sum() if used else 0)
+        found = torch.autograd.grad(loss, given, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
 
     def of_rank(given):
         here = Rows(*given, gate.map(fragments.shard), LinearOptions())
