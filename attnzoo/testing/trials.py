@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ PROFILES = {"quick": 10, "thorough": 200}  # examples of each law
 
 
 class BrokenLawError(AssertionError):
-    """A law does not hold on a case; the message says by how much, and has the call that repeats it."""
+    """A law does not hold on a case; the message says by how much, and has the call that repeats it.
+
+    Attributes:
+        errors: of each form by what they are of; empty where there are none, as the code raised.
+    """
+
+    def __init__(self, said: str, errors: Errors | None = None) -> None:
+        super().__init__(said)
+        self.errors: Errors = errors or {}
 
 
 def check(law: str, case: Case, file: str | Path | None = None) -> dict[str, float]:
@@ -36,7 +45,7 @@ def check(law: str, case: Case, file: str | Path | None = None) -> dict[str, flo
         BrokenLawError: it does not hold.
         ValueError: no such law or variant.
     """
-    return {form: max(each.values(), default=0.0) for form, each in measured(law, case).items()}
+    return _largest(measured(law, case))
 
 
 def measured(law: str, case: Case) -> Errors:
@@ -54,8 +63,17 @@ def measured(law: str, case: Case) -> Errors:
         if not error <= known.budget
     ]
     if wrong:
-        raise BrokenLawError(_told(law, case, f"{'; '.join(wrong)} (allowed {known.budget:g})"))
+        raise BrokenLawError(_told(law, case, f"{'; '.join(wrong)} (allowed {known.budget:g})"), errors)
     return errors
+
+
+def _largest(errors: Errors) -> dict[str, float]:
+    """The largest error of each form; one that is no number is the largest."""
+
+    def size(error: float) -> float:
+        return math.inf if math.isnan(error) else error
+
+    return {form: max(each.values(), key=size, default=0.0) for form, each in errors.items()}
 
 
 def _told(law: str, case: Case, said: str) -> str:
@@ -82,14 +100,19 @@ def run_law(variant: str, law: str, examples: int, seed: int = 0, shape: Sequenc
     worst: dict[str, float] = {}
     drawn: list[Case] = []
 
+    def count(errors: Errors) -> None:
+        for form, error in _largest(errors).items():
+            worst[form] = max(error, worst.get(form, 0.0))
+
     def run(case: Case) -> None:
         drawn.append(case)
-        for form, error in check(law, case).items():
-            worst[form] = max(error, worst.get(form, 0.0))
+        count(measured(law, case))
 
     try:
         _search(run, cases(variant, shape=shape, **known.draws), examples, seed)
     except (BrokenLawError, hypothesis.errors.Flaky) as error:
+        if isinstance(error, BrokenLawError):
+            count(error.errors)
         return Trial(variant, law, known.budget, worst, len(drawn), case=drawn[-1], said=str(error))
     return Trial(variant, law, known.budget, worst, len(drawn))
 

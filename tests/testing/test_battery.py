@@ -61,6 +61,7 @@ def test_a_wrong_sign_is_found_and_shrunk_to_three_tokens(planted: str) -> None:
     assert not trial.ok
     assert trial.case is not None
     assert trial.case.T <= 3
+    assert max(trial.worst.values()) > trial.budget  # the table of `attnzoo verify` shows what broke it
     with pytest.raises(BrokenLawError, match="'planted' breaks the law 'oracle'"):
         eval(trial.said.rpartition("import Case, check; ")[2], {"Case": Case, "check": check})
 
