@@ -363,7 +363,11 @@ class Attention(AttentionParts):
             assert self.q_bias is not None
             assert self.k_bias is not None
             q, k = q + self.q_bias.to(q.dtype), k + self.k_bias.to(k.dtype)
-        gate, write = self.gate(x, k, stream)
+        made = self.gate(x, k, stream)
+        if not isinstance(made, tuple):
+            theirs = f"{type(self.gate).__name__}.forward"
+            raise TypeError(f"gate: expected {theirs} to return (gate, write strength or None), got {made!r}")
+        gate, write = made
         if isinstance(write, Keyed):
             k, write = write.keys, write.strength
         if stream.valid is not None and gate.w is not None:  # w of padding is not a unit vector

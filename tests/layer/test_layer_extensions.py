@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from layers import D, H
 
@@ -26,6 +27,17 @@ def test_a_gate_from_outside_serves_both_sides():
         assert attn(x).shape == x.shape
         assert torch.allclose(attn.project(x).gate.log_decay.exp(), torch.tensor(0.5))
     assert HalfLife not in GATES.values()
+
+
+class Bare(HalfLife):
+    def forward(self, x, k, stream):
+        return super().forward(x, k, stream)[0]
+
+
+def test_a_gate_from_outside_without_a_write_strength_is_refused_by_name():
+    attn = build_attention("fox", hidden_size=D, num_heads=H, gate=Bare)
+    with pytest.raises(TypeError, match=r"^gate: expected Bare.forward to return \(gate, .* got Gate\(log_decay"):
+        attn(torch.randn(1, 5, D))
 
 
 def test_a_registered_pair_builds_a_layer():
