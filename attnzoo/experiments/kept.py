@@ -36,7 +36,8 @@ def finished(plan: Schedule, experiment: Experiment, arm: Arm) -> tuple[list[Tra
     seeds = range(plan.seeds) if len(rates) == 1 or not untried(plan, experiment, arm) else ()
     best = rates[0] if len(rates) == 1 else best_rate(tried) if seeds else 0.0
     runs = [run for seed in seeds if (run := known_run(*place(plan, experiment, arm, best, seed)))]
-    return [replace(run, values={}, guesses={}) for run in tried], [run for run in runs if run.note or run.values]
+    tried = [replace(run, values={}, guesses={}, curve=()) for run in tried]
+    return tried, [run for run in runs if run.note or run.values]
 
 
 def tried_of(plan: Schedule, experiment: Experiment, arm: Arm) -> list[Trained]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class Trained:
         key: digest of its settings, text and probes.
         weights: identity of the weights that were measured; empty if none were.
         machine: that of the result that it was taken from; empty if it was made where its result was.
+        curve: the training losses that were logged: tokens read, and the loss of that step's batch, nats per token.
     """
 
     arm: str
@@ -56,6 +58,7 @@ class Trained:
     key: str = ""
     weights: str = ""
     machine: str = ""
+    curve: tuple[tuple[int, float], ...] = ()
 
     def betters(self, probe: str, by: float = BETTER) -> bool:
         """Whether a probe's number, at any place, is better than a guess by ``by`` standard errors.
@@ -159,7 +162,8 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
     kept = asdict(replace(outcome, runs=(), tried=()))
     for name in ("runs", "tried"):
         kept[name] = [as_json(run) for run in getattr(outcome, name)]
-    write_whole(path, json.dumps({**kept, "digest": _digest(kept)}, indent=1) + "\n")
+    text = json.dumps({**kept, "digest": _digest(kept)}, indent=1)
+    write_whole(path, re.sub(r"\[\s+([^][{}\"\s]+,)\s+([^][{}\"\s,]+)\s+\]", r"[\1 \2]", text) + "\n")  # a pair, a line
 
 
 def load_outcome(path: Path, option: str = "") -> Outcome:
@@ -185,7 +189,8 @@ def as_json(run: Trained) -> dict[str, Any]:
         probe: [[place, guess.wrong, _number(guess.uncertainty), guess.asked] for place, guess in found.items()]
         for probe, found in run.guesses.items()
     }
-    return {**asdict(run), "validation": _number(run.validation), "values": values, "guesses": guesses}
+    curve = [[tokens, _number(loss)] for tokens, loss in run.curve]
+    return {**asdict(run), "validation": _number(run.validation), "values": values, "guesses": guesses, "curve": curve}
 
 
 def from_json(kept: Mapping[str, Any]) -> Trained:
@@ -198,7 +203,8 @@ def from_json(kept: Mapping[str, Any]) -> Trained:
         for probe, found in kept.get("guesses", {}).items()
     }
     validation = math.inf if kept["validation"] is None else kept["validation"]
-    return Trained(**{**kept, "validation": validation, "values": values, "guesses": guesses})
+    curve = tuple((tokens, math.nan if loss is None else loss) for tokens, loss in kept.get("curve", ()))
+    return Trained(**{**kept, "validation": validation, "values": values, "guesses": guesses, "curve": curve})
 
 
 def best_rate(tried: Sequence[Trained]) -> float:

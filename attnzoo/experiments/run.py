@@ -347,4 +347,5 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=progress.tokens,
         seconds=progress.seconds,
+        curve=tuple((row["tokens"], row["loss"]) for row in metrics if row["kind"] == "train") if measure else (),
     )

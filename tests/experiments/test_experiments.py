@@ -22,10 +22,10 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, load_outcome, save_outcome
-from attnzoo.experiments.plan import Schedule
+from attnzoo.experiments.plan import Schedule, folder_of
 from attnzoo.experiments.report.experiment import markdown, render_experiment, row_in_words, verdict_table
 from attnzoo.terminal import print_table
-from attnzoo.training import CheckpointError
+from attnzoo.training import CheckpointError, read_metrics
 
 
 @pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
@@ -308,6 +308,15 @@ def test_place_that_was_not_measured_is_named(done):
         assert (verdict.word, verdict.why) == ("undecided", "fox: speed was not measured")
     save_outcome(outcome, Path("again.json"))
     assert load_outcome(Path("again.json")) == outcome
+
+
+def test_a_run_keeps_the_losses_of_its_training(done):
+    outcome = load_outcome(Path("out/result.json"))
+    for run in outcome.runs:
+        [folder] = Path("out", folder_of(find(done).arm(run.arm))).glob(f"lr{run.lr:g}-seed{run.seed}")
+        logged = [row for row in read_metrics(folder) if row["kind"] == "train"]
+        assert run.curve
+        assert run.curve == tuple((row["tokens"], row["loss"]) for row in logged)
 
 
 def test_commands_list_and_show_every_experiment(own):
