@@ -16,7 +16,7 @@ from attnzoo import Gate, Prune, get, list_variants
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.options import LinearOptions
 from attnzoo.forms.protocol import Kernel
-from attnzoo.parallel import Fragments, attention, collectives, pruned
+from attnzoo.parallel import Fragments, attention, collectives, pruned, states
 from attnzoo.parallel.rows import Rows
 from attnzoo.samples import random_inputs
 from attnzoo.testing import assert_close, leaves_of
@@ -165,6 +165,18 @@ def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name
         assert [set(share) for share in order.unflatten(0, (2, -1)).tolist()] == [
             {first + i for first in turn for i in range(size)} for turn in turns
         ]
+
+
+@pytest.mark.parametrize("name", ["rope", "complex_linear"])
+def test_angles_of_every_token_are_those_of_all_heads(name):
+    *rows, gate = random_inputs(name, B=1, T=T, H=4, G=2, K=4, V=3)
+    gate = replace(gate, angle=torch.tensor([0.3, 0.7], dtype=torch.float64))
+    compare(Run(name, Fragments.zigzag(T, 2), (*rows, gate), {}, "heads"))
+
+
+def test_states_over_many_tokens_of_float16_are_read_in_float32():
+    x = torch.full((1, 4), 300.0, dtype=torch.float16)
+    assert states._times(x, x.mT).item() == 360_000
 
 
 @pytest.mark.parametrize(
