@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import lzma
 import tarfile
@@ -68,7 +69,7 @@ def left_out(error: Exception) -> LeftOutError:
     Raises:
         OSError: an error of the disk, not of the archive.
     """
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of a damaged place
         raise error
     if isinstance(error, LeftOutError):
         return error

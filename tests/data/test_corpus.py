@@ -58,6 +58,12 @@ def packed(members):
     return buffer.getvalue()
 
 
+def misplaced(archive):
+    """A zip that says of its entries that they are before its first byte."""
+    start = int.from_bytes(archive[-6:-2], "little") + 1000
+    return archive[:-6] + start.to_bytes(4, "little") + archive[-2:]
+
+
 @pytest.fixture
 def package(tmp_path):
     """A folder with a text in every kind of place, named after it."""
@@ -155,6 +161,7 @@ def test_the_texts_under_a_name_of_json(tmp_path):
         ("x.tar.xz", tar({"a": text("a")})[:-60], "cannot be read", "x.tar.xz (Compressed file ended"),
         ("x.tar.zst", b"\x28\xb5\x2f\xfd more", "cannot be read", "x.tar.zst (it is packed by zstandard: unpack it"),
         ("x.zip", packed({"a.c": text("a")})[:-9], "cannot be read", "x.zip (File is not a zip file)"),
+        ("x.zip", misplaced(packed({"a.c": text("a")})), "cannot be read", "x.zip"),
         ("x.c.gz", gzip.compress(text("a"))[:-9], "cannot be read", "x.c.gz (Compressed file ended"),
         ("x.c.gz", gzip.compress(text("a"))[:12] + b"\xff" * 9, "cannot be read", "x.c.gz (Compressed file ended"),
         ("x.c.bz2", bz2.compress(text("a") * 999)[:-9], "cannot be read", "x.c.bz2 (Compressed file ended"),
@@ -166,8 +173,9 @@ def test_the_texts_under_a_name_of_json(tmp_path):
         ("x.c", b"", "empty", "x.c"),
     ],
     ids=[
-        "no tar", "a cut tar", "another packing", "a cut zip", "a cut gzip", "a wrong gzip", "a cut bzip2", "no JSON",
-        "a number that Python refuses", "JSON in JSON", "half of a surrogate pair", "a zero byte of JSON", "nothing",
+        "no tar", "a cut tar", "another packing", "a cut zip", "a misplaced zip", "a cut gzip", "a wrong gzip",
+        "a cut bzip2", "no JSON", "a number that Python refuses", "JSON in JSON",
+        "half of a surrogate pair", "a zero byte of JSON", "nothing",
     ],  # an archive holds the time: its bytes are no names of tests
 )  # fmt: skip
 def test_what_cannot_be_read_is_named_and_the_rest_is_taken(tmp_path, name, content, reason, named):
