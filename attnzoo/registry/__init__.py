@@ -196,7 +196,8 @@ def _get(name: str) -> Variant:
             other = KNOWN_AS.get(name.casefold().replace("-", "_"))
             known = f" ({name!r} is {other})" if other else ""
             every = [*list_variants(), *list_variants("other")]
-            raise ValueError(f"{unknown('variant', name, every, see=SHOWS_ALL)}{known}{broken}")
+            own = "" if known or nearest(name, every) else "one of a file of yours (`attnzoo --with FILE.py ...`)"
+            raise ValueError(f"{unknown('variant', name, every, own, see=SHOWS_ALL)}{known}{broken}")
     if name in _others:
         return with_readout(get(_others[name].of), _others[name])
     pair = _pairs[name]

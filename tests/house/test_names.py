@@ -57,6 +57,7 @@ def test_name_unlike_any_is_refused_without_a_guess() -> None:
     with pytest.raises(ValueError, match="unknown variant 'zzzzzz'") as error:
         get("zzzzzz")
     assert "did you mean" not in str(error.value)
+    assert str(error.value).endswith(" shows, or one of a file of yours (`attnzoo --with FILE.py ...`)")
 
 
 @pytest.mark.parametrize(
