@@ -176,12 +176,15 @@ def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> 
 def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Million tokens read, and what the first seed of each arm of `pairs` at gpu-10m has then gained in training loss
     over its base's, in means of four logged steps, which read the same text."""
-    kept = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-training.json").read_text(encoding="utf-8"))
-    claim, losses, found = _correlated("pairs")[0], kept["losses"], {}
+    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-stopped.json").read_text(encoding="utf-8"))
+    first = [run for run in outcome("pairs", "gpu-10m").runs if run.seed == 0]
+    step = first[0].curve[0][0]
+    losses = stopped | {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
+    claim, found = _correlated("pairs")[0], {}
     for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
         if arm in losses:
             gains = np.subtract(losses[base][: len(losses[arm])], losses[arm])
-            tokens = kept["tokens"] * np.arange(4, gains.size + 1) / 1e6
+            tokens = step * np.arange(4, gains.size + 1) / 1e6
             found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
     return found
 
