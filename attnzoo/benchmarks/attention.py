@@ -20,6 +20,7 @@ from attnzoo.benchmarks.measure import (
     of_kv_heads,
     relative,
     timing,
+    with_kernels,
 )
 
 ABSENT = cast(Tensor, None)  # a gate part that no contender of a benchmark reads
@@ -157,32 +158,23 @@ def time_and_memory(peer: Contender, x: Inputs, rep: int) -> Result:
     return {**found, "host_ms": round(host_time_of(peer, x), 3)}
 
 
-def time_columns(result: Result) -> list[str]:
-    """The names of the columns of times."""
-    host = all("host_ms" in row for row in result["rows"])  # earlier results have none
-    return ["forward ms", "fwd+bwd ms", *(["of the host"] if host else [])]
-
-
-def shown_times(row: Result, result: Result) -> list[str]:
-    """The cells of a row below :func:`time_columns`."""
-    keys = ("forward_ms", "both_ms", "host_ms")[: len(time_columns(result))]
-    return [f"{row[key]:.2f}" for key in keys]
-
-
 def shape_tables(
     result: Result,
     columns: Sequence[str],
     cells: Callable[[Result, dict[str, float]], Sequence[object]],
     kept: Callable[[Result], str] = lambda row: "",
 ) -> list[str]:
-    """The lines of a table for each shape.
+    """The lines of a table for each shape, with the times, also of the host alone if all rows have it.
 
     Args:
         result: result of a benchmark.
-        columns: names of the columns after the contender's.
-        cells: a function from a row and the forward + backward times by contender to the row's cells.
+        columns: names of the columns after the times.
+        cells: a function from a row and the forward + backward times by contender to the row's cells in these.
         kept: a function from a row to the remark on pruning in a shape's heading.
     """
+    times = {"forward_ms": "forward ms", "both_ms": "fwd+bwd ms"}
+    if all("host_ms" in row for row in result["rows"]):  # earlier results have none
+        times["host_ms"] = "of the host"
     lines: list[str] = []
     shapes: dict[tuple[int, ...], list[Result]] = {}
     for row in result["rows"]:
@@ -190,12 +182,9 @@ def shape_tables(
     for shape, rows in shapes.items():
         both = {row["name"]: row["both_ms"] for row in rows}
         lines += [f"### (B, H, T, K) = {shape}{of_kv_heads(result)}{kept(rows[0])}", ""]
-        lines += [*markdown_table(["", *columns], ([_named(row), *cells(row, both)] for row in rows)), ""]
+        shown = ([with_kernels(row, "name"), *(f"{row[key]:.2f}" for key in times), *cells(row, both)] for row in rows)
+        lines += [*markdown_table(["", *times.values(), *columns], shown), ""]
     return lines
-
-
-def _named(row: Result) -> str:
-    return f"{row['name']} ({row['fla']})" if "fla" in row else str(row["name"])
 
 
 def ratio(a: float | None, b: float | None) -> str:

@@ -40,17 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import (
-    Contender,
-    Inputs,
-    compare,
-    host_time_of,
-    ratio,
-    shape_tables,
-    shown_times,
-    time_columns,
-    time_peer,
-)
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, host_time_of, ratio, shape_tables, time_peer
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -323,15 +313,14 @@ def table(result: Result) -> str:
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         share = r["kept"].get(r["name"].removeprefix("ours, pruned (").removesuffix(")"), 0.0) * both.get("ours", 0.0)
-        times = [*shown_times(r, result), r["both_tflops"], f"{r['of_matmul']:.2f}"]
         over = f"{r['both_ms'] / share:.3f}" if share else "-"
-        return [*times, over, *(ratio(both.get(o), r["both_ms"]) for o in ("official", "official, pruned"))]
+        ratios = (ratio(both.get(o), r["both_ms"]) for o in ("official", "official, pruned"))
+        return [r["both_tflops"], f"{r['of_matmul']:.2f}", over, *ratios]
 
     def kept(r: Result) -> str:
         return "; blocks kept: " + ", ".join(f"{bound} {share:.3f}" for bound, share in r["kept"].items())
 
-    columns = *time_columns(result), "nominal TFLOP/s", "of matmul", "over its share"
-    columns += "x official", "x official, pruned"
+    columns = ("nominal TFLOP/s", "of matmul", "over its share", "x official", "x official, pruned")
     lines += ["", *shape_tables(result, columns, cells, kept)]
     return "\n".join([*lines, *error_lines(result, tuple(LIMITS))]) + "\n"
 

@@ -33,9 +33,9 @@ from attnzoo.benchmarks.measure import (
     not_measured,
     race,
     relative,
+    with_kernels,
 )
 from attnzoo.benchmarks.train import trained_biases
-from attnzoo.forms.backends import fla_kernels
 from attnzoo.layer.attention import Attention
 from attnzoo.registry import get, pairs
 
@@ -121,10 +121,8 @@ def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
 def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
-    fla_kernels.taken()
     found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)
-    others = fla_kernels.taken()
-    return {**found, "form": str(layer.picked).split()[0] + (f" ({others})" if others else "")}
+    return {**found, "form": str(layer.picked).split()[0]}
 
 
 def table(result: Result) -> str:
@@ -135,7 +133,9 @@ def table(result: Result) -> str:
         shapes.setdefault(tuple(row[n] for n in "BHTK"), {})[row["name"]] = row
 
     def cells(row: dict[str, Any] | None) -> list[str]:
-        return [row["form"], f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}"] if row else ["-", "-", "-"]
+        if row is None:
+            return ["-", "-", "-"]
+        return [with_kernels(row, "form"), f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}"]
 
     times = ("form", "forward ms", "both ms")
     columns = ("linear side", *times, "softmax side", *times, "with ACP", "both: softmax / linear")

@@ -259,6 +259,11 @@ def error_lines(result: Result, names: Sequence[str]) -> list[str]:
     ]
 
 
+def with_kernels(row: Result, name: str) -> str:
+    """What a row says under a name, with the packages whose kernels flash-linear-attention took (:func:`race`)."""
+    return f"{row[name]} ({row['fla']})" if "fla" in row else str(row[name])
+
+
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table."""
 

@@ -26,16 +26,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import (
-    Contender,
-    Inputs,
-    compare,
-    ratio,
-    shape_tables,
-    shown_times,
-    time_and_memory,
-    time_columns,
-)
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -183,9 +174,9 @@ def table(result: Result) -> str:
         fox = "FoX, pruned" if "pruned" in r["name"] else "FoX"
         same = f"FLA {r['name'].removeprefix('FLA ').partition(',')[0]}"  # the peer that computes the same function
         ratios = ratio(both.get(same), r["both_ms"]), ratio(r["both_ms"], both.get(fox))
-        return [*shown_times(r, result), *ratios, f"{r['extra_GiB']:.2f}"]
+        return [*ratios, f"{r['extra_GiB']:.2f}"]
 
-    columns = (*time_columns(result), "times faster than FLA", "time / our FoX", "extra memory GiB")
+    columns = ("times faster than FLA", "time / our FoX", "extra memory GiB")
     lines += shape_tables(result, columns, cells, lambda r: f"; PaTH-FoX's pruning keeps {r['kept']:.3f} of the blocks")
     if result["decode"]:
         lines += [

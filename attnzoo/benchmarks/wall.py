@@ -21,16 +21,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import (
-    Contender,
-    Inputs,
-    compare,
-    ratio,
-    shape_tables,
-    shown_times,
-    time_and_memory,
-    time_columns,
-)
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -111,8 +102,8 @@ def table(result: Result) -> str:
     def cells(r: Result, both: dict[str, float]) -> list[object]:
         peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX has another function and no ratio
         ratios = ratio(peer, r["both_ms"]), ratio(r["both_ms"], both.get("FoX without a gate"))
-        return [*shown_times(r, result), *ratios, f"{r['extra_GiB']:.2f}"]
+        return [*ratios, f"{r['extra_GiB']:.2f}"]
 
-    columns = (*time_columns(result), "times faster than FLA", "time / our FoX without a gate", "extra memory GiB")
+    columns = ("times faster than FLA", "time / our FoX without a gate", "extra memory GiB")
     lines += shape_tables(result, columns, cells)
     return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"

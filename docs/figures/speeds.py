@@ -9,6 +9,7 @@ from quoted import BENCHMARKS, mean, over, run
 from quoted import row as row_of
 
 from attnzoo.benchmarks.gpt import MODES, PLAIN
+from attnzoo.benchmarks.measure import with_kernels
 from attnzoo.experiments.experiment import find
 from attnzoo.registry.table import BUILT_IN, PAIRS
 
@@ -156,7 +157,7 @@ def layers() -> str:
             cells = [rows.get((*size, name)) for size in sizes for name in names]
             if all(cells):
                 shown = [f"{cell['both_ms']:.1f}" for cell in cells if cell]
-                forms = ", ".join(cell["form"] for cell in cells[:2] if cell)
+                forms = ", ".join(with_kernels(cell, "form") for cell in cells[:2] if cell)
                 lines.append([f"`{names[0]}`", f"`{names[1]}`", *shown, forms, machine(record), link(folder)])
                 break
     return markdown(titles, lines)
