@@ -157,8 +157,7 @@ def refuse_receivers(receivers: tuple[Tensor, ...] | None, why: str) -> None:
 
 def pick_implementation(function: str, impl: str, why: str) -> str:
     """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
-    if impl not in get_args(Impl):
-        known = get_args(Impl)
+    if impl not in (known := get_args(Impl)):
         raise ValueError(f"impl: expected one of {', '.join(known)}, got {impl!r}{did_you_mean(impl, known)}")
     if impl == "triton" and why:
         error = ImportError if "installed" in why else ValueError

@@ -233,15 +233,18 @@ class FlaOp:
         do = torch.zeros_like(x.v) if grads.o is None else grads.o
         return self.backward_op(FlaBackward(do, grads.state, x, *made[2:]))._asdict()
 
+    def _kept(self, x: FlaBackward) -> FlaInputs:
+        """The arguments as they were saved."""
+        return x.given._replace(g=x.first) if self._summed else x.given
+
     def _backward(self, x: FlaBackward) -> FlaGradients:
-        given = x.given._replace(g=x.first) if self._summed else x.given
-        kind, tensors = self._kind(given)
+        kind, tensors = self._kind(self._kept(x))
         saved = kind.saved(tensors, [y for y in (x.first, x.second, x.third) if y is not None])
         found = dict(zip(kind.names, kind.backward((x.do, x.dstate, *saved)), strict=True))
         return FlaGradients._make(map(found.get, FlaGradients._fields))
 
     def _backward_fake(self, x: FlaBackward) -> FlaGradients:
-        given = x.given._replace(g=x.first) if self._summed else x.given
+        given = self._kept(x)
         tensors = [getattr(given, name) for name in FlaGradients._fields]
         return FlaGradients._make(None if y is None else torch.empty_like(y) for y in tensors)
 
