@@ -7,20 +7,24 @@ Layers as ``build_attention`` makes them, of H heads of K channels, in bfloat16 
 tokens); a layer that can prune is measured with pruning too. Each is checked against itself in float64 on the reference
 form before it is timed: its output and the gradient of its input may have twice the error of the reference form in
 bfloat16. Writes results.json and results.md.
+
+One-Pass Forgetting stands beside them in its two phases of training, with the loss terms of its network, and so does a
+window of as many tokens as the kernels' bench has.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo import build_attention
+from attnzoo import Forgetting, build_attention
+from attnzoo.benchmarks.fox import IN_WINDOW, WINDOW
 from attnzoo.benchmarks.measure import (
     Result,
     chosen,
@@ -51,12 +55,14 @@ class TimedLayer:
     Args:
         name: shown name.
         variant: name of the variant.
-        acp: whether it prunes.
+        options: further options of ``build_attention``.
+        learns: whether a forget network learns from the layer's own attention (phase 1 of its training).
     """
 
     name: str
     variant: str
-    acp: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    learns: bool = False
 
 
 @dataclass
@@ -75,7 +81,12 @@ def contenders() -> list[TimedLayer]:
         for name in (pair.linear, pair.softmax):
             found.append(TimedLayer(name, name))
             if get(name).prunable:
-                found.append(TimedLayer(f"{name} + ACP", name, acp=True))
+                found.append(TimedLayer(f"{name} + ACP", name, {"acp": True}))
+    for name in ("fox", "rope"):
+        found.append(TimedLayer(f"{name}, {IN_WINDOW}", name, {"window": WINDOW}))
+        for phase in (1, 2):
+            forgets = {"forgetting": Forgetting()}
+            found.append(TimedLayer(f"{name}, One-Pass Forgetting, phase {phase}", name, forgets, learns=phase == 1))
     return found
 
 
@@ -88,11 +99,12 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") ->
 def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attention:
     """The layer in bfloat16, with forget gates as in trained models."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"acp": True} if contender.acp else {}
     with torch.device(x.x.device):
         layer = build_attention(
-            contender.variant, hidden_size=x.x.shape[-1], num_heads=x.heads, impl=impl, **options
+            contender.variant, hidden_size=x.x.shape[-1], num_heads=x.heads, impl=impl, **contender.options
         )  # fmt: skip
+    if layer.forget is not None:
+        layer.forget.distils, layer.forget.blend = contender.learns, 0.1 if contender.learns else 1.0
     with torch.no_grad():
         for projection, bias in trained_biases(layer).values():
             projection.weight.zero_()
@@ -121,7 +133,16 @@ def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
 def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
-    found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)
+
+    def call() -> Tensor:
+        y: Tensor = layer(x.x)
+        if layer.forget is None:
+            return y
+        terms = layer.forget.terms
+        assert terms is not None
+        return y + 0 * (terms.budget if terms.distillation is None else terms.budget + terms.distillation)
+
+    found = measured(call, [x.x, *layer.parameters()], x.do, rep)
     return {**found, "form": str(layer.picked).split()[0]}
 
 
@@ -146,7 +167,10 @@ def table(result: Result) -> str:
             if linear or softmax or pruned:
                 ratio = f"{softmax['both_ms'] / linear['both_ms']:.2f}" if linear and softmax else "-"
                 every.append([pair.linear, *cells(linear), pair.softmax, *cells(softmax), cells(pruned)[2], ratio])
-        lines += [f"### (B, H, T, K) = {shape}", "", *markdown_table(columns, every), ""]
+        lines += [f"### (B, H, T, K) = {shape}", ""]
+        lines += [*markdown_table(columns, every), ""] if every else []
+        others = [[name, *cells(rows[name])] for name in rows if ", " in name]
+        lines += [*markdown_table(("other layers", *times), others), ""] if others else []
     lines += not_measured(missing := result.get("missing", []))
     wrong = [f"{e['name']} ({n} {e[n]})" for e in result["errors"] for n in ERRORS if not float(e[n]) <= 1]
     which = "Every layer that was checked" if missing else "Every layer"

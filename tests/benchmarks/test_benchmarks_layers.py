@@ -69,10 +69,12 @@ def test_the_table_of_wall_has_its_ratios() -> None:
 
 def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layers.contenders()
-    assert [x.variant for x in found if not x.acp] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
-    assert [x.name for x in found if x.acp and x.variant == "fox"] == ["fox + ACP"]
+    assert [x.variant for x in found if not x.options] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
+    assert [x.name for x in found if x.options and x.variant == "fox"] == [
+        "fox + ACP", "fox, a window of 1024", "fox, One-Pass Forgetting, phase 1", "fox, One-Pass Forgetting, phase 2",
+    ]  # fmt: skip
     x = layers.draw(1, 2, 32, 16, device="cpu")
-    right = layers.errors(layers.TimedLayer("fox + ACP", "fox", acp=True), x)
+    right = layers.errors(layers.TimedLayer("fox + ACP", "fox", {"acp": True}), x)
     assert list(right) == [*layers.ERRORS]
     assert 0 < max(right.values()) < 1
     build = layers.build
@@ -87,9 +89,32 @@ def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypa
     assert min(layers.errors(layers.TimedLayer("gla", "gla"), x).values()) > 1
 
 
+@pytest.mark.parametrize("phase", [1, 2])
+def test_layers_that_forget_are_checked_and_timed_with_the_losses_of_their_network(
+    monkeypatch: pytest.MonkeyPatch, phase: int
+) -> None:
+    (contender,) = (x for x in layers.contenders() if x.name == f"rope, One-Pass Forgetting, phase {phase}")
+    x = layers.draw(1, 2, 40, 16, device="cpu")
+    assert 0 < max(layers.errors(contender, x).values()) < 1
+    layer = layers.build(contender, x)
+    layer(x.x)
+    assert layer.forget is not None
+    assert layer.forget.terms is not None
+    assert (layer.forget.terms.distillation is not None) == (phase == 1)
+
+    def measured(call: Any, leaves: list[torch.Tensor], do: torch.Tensor, rep: int) -> dict[str, Any]:
+        y = call()
+        assert y.equal(layer(x.x))
+        assert all(gradient is not None for gradient in torch.autograd.grad(y, leaves[1:], do, allow_unused=True))
+        return {}
+
+    monkeypatch.setattr(layers, "measured", measured)
+    assert layers.times(contender, x, 1)["form"] == str(layer.picked).split()[0]
+
+
 def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None:
     shape = {"B": 4, "H": 24, "T": 4096, "K": 64, "forward_ms": 5.0, "extra_GiB": 1.5, "form": "triton"}
-    times = {"mamba2": 20.0, "fox": 10.0, "fox + ACP": 7.0, "gla": 4.0}
+    times = {"mamba2": 20.0, "fox": 10.0, "fox + ACP": 7.0, "gla": 4.0, "fox, a window of 1024": 3.0}
     result = {
         "machine": dict.fromkeys(("gpu", "torch", "triton", "fla", "date"), "x"),
         "errors": [{"name": "wall", "K": 64, "y": "1.2e+00", "dx": "5.0e-01"}],
@@ -100,6 +125,8 @@ def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None
     assert rows == [
         "| mamba2 | triton | 5.00 | 20.00 | fox | triton | 5.00 | 10.00 | 7.00 | 0.50 |",
         "| gla | triton | 5.00 | 4.00 | wall | - | - | - | - | - |",
+        "| other layers | form | forward ms | both ms |",
+        "| fox, a window of 1024 | triton | 5.00 | 3.00 |",
     ]
     assert lines[-1] == "Not right, and not timed: wall (y 1.2e+00)."
     failed = layers.table(result | {"errors": [], "missing": ["gla at (4, 24, 4096, 64): OSError()"]}).splitlines()
