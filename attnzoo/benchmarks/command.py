@@ -55,8 +55,10 @@ kv_heads = click.option(
     help="Heads of keys and values that the query heads of a shape share; by default each has its own.",
 )
 only = click.option(
-    "--only", multiple=True, metavar="PREFIX", help="Only contenders whose names start so; may be given several times."
-)
+    "--only", multiple=True, metavar="NAME",
+    help="Only the contender of this name, with its row + ACP; or, where none is called so, all whose names start so. "
+    "May be given several times.",
+)  # fmt: skip
 rep = click.option(
     "--rep", type=click.IntRange(min=1), default=150, show_default=True, help="Milliseconds of timing per figure."
 )

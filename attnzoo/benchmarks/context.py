@@ -24,6 +24,7 @@ from torch import Tensor
 from attnzoo import Gate, Prune, get
 from attnzoo.benchmarks.measure import (
     Result,
+    chosen_names,
     decay_lengths,
     describe_versions,
     headline,
@@ -88,9 +89,8 @@ def measure(shape: Sequence[int], only: Sequence[str], repeats: int) -> list[Res
     form = get("fox").forms["triton"]
     rows: list[Result] = []
     alone: dict[str, float] = {}
-    for name, (table, transport, options) in WAYS.items():
-        if only and not name.startswith(tuple(only)):
-            continue
+    for name in chosen_names([*WAYS], only):
+        table, transport, options = WAYS[name]
         fragments = getattr(Fragments, table)(T, dist.group.WORLD)
         kind = "pruned" if options else "dense"
         whole = functools.partial(both, form, leaves, do, **options)

@@ -249,7 +249,7 @@ def run(
     Args:
         out: an existing folder, or one to make.
         shapes: (B, H, T, K) each; empty for the usual ones.
-        only: beginnings of the names of contenders; empty for all.
+        only: names of contenders, or their beginnings (:func:`~attnzoo.benchmarks.measure.chosen_names`).
         rep: milliseconds of measuring for each time.
         seconds: time after which no further contender is started.
         official: file of the authors' kernel; None: without it.

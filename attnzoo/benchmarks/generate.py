@@ -1,6 +1,6 @@
 """Generation with whole models on one GPU: milliseconds per token and memory over cached tokens and batch.
 
-    attnzoo bench generate [--out DIR] [--tokens 16384]... [--batch 4]... [--only PREFIX]... [--seconds 500]
+    attnzoo bench generate [--out DIR] [--tokens 16384]... [--batch 4]... [--only NAME]... [--seconds 500]
 
 Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by default. The gates of FoX are those of
 fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by

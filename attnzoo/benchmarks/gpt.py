@@ -1,6 +1,6 @@
 """Training speed of a plain GPT with a layer of the zoo in place of its attention, as in a script of one's own.
 
-    attnzoo bench gpt [--only PREFIX]... [--batch 16] [--context 2048] [--resume] [--device cpu]
+    attnzoo bench gpt [--only NAME]... [--batch 16] [--context 2048] [--resume] [--device cpu]
 
 Each layer is that of ``build_attention(name)``, in the same residual blocks, beside PyTorch's attention with RoPE and
 flash-linear-attention's FoX layer. A step is forward, backward and a fused AdamW under autocast to bfloat16. It is
@@ -390,7 +390,7 @@ def run(
     """Measure, print the table, and write results.json and results.md to ``out``.
 
     Raises:
-        ValueError: a prefix that no contender has, or nothing to ``resume``.
+        ValueError: a name that no contender has, or nothing to ``resume``.
     """
     peers = chosen(contenders(), only)
     result: Result = {"machine": describe_versions(), "device": device, "sizes": vars(sizes), "steps": steps}

@@ -1,6 +1,6 @@
 """Whole layers on one GPU: every pair of the zoo, its recurrence beside its dual, forward and backward.
 
-    attnzoo bench layers [--out DIR] [--shapes 4,24,4096,64]... [--only PREFIX]... [--seconds 500]
+    attnzoo bench layers [--out DIR] [--shapes 4,24,4096,64]... [--only NAME]... [--seconds 500]
 
 Layers as ``build_attention`` makes them, of H heads of K channels, in bfloat16 and eager. What serves them is what
 ``auto`` picks, and is named. Forget gates are those of fox.py (three quarters of the heads decay within 8 to 256
@@ -109,6 +109,7 @@ def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attentio
         for projection, bias in trained_biases(layer).values():
             projection.weight.zero_()
             projection.bias.copy_(bias)
+    layer.note_starts()  # gates as trained are meant
     return layer.bfloat16()
 
 

@@ -133,16 +133,28 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
-def chosen(contenders: list[N], only: Sequence[str]) -> list[N]:
-    """The contenders whose names start with one of ``only``; all of them if it is empty.
+def chosen(contenders: Sequence[N], only: Sequence[str]) -> list[N]:
+    """The contenders that :func:`chosen_names` chooses."""
+    names = chosen_names([x.name for x in contenders], only)
+    return [x for x in contenders if x.name in names]
+
+
+def chosen_names(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """The names that are one of ``only``, each with its "+ ACP"; of one that is no name, all names that start so.
+
+    All names if ``only`` is empty.
 
     Raises:
-        ValueError: a prefix that no contender has.
+        ValueError: no name starts with one of ``only``.
     """
-    for prefix in only:
-        if not any(x.name.startswith(prefix) for x in contenders):
-            raise unknown("contender", prefix, [x.name for x in contenders])
-    return [x for x in contenders if not only or x.name.startswith(tuple(only))]
+    found = set[str]() if only else {*names}
+    for asked in only:
+        exact = asked in names
+        some = {x for x in names if (x in (asked, f"{asked} + ACP") if exact else x.startswith(asked))}
+        if not some:
+            raise unknown("contender", asked, names)
+        found |= some
+    return [x for x in names if x in found]
 
 
 X = TypeVar("X")  # inputs of one shape

@@ -1,6 +1,6 @@
 """PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
 
-    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--kv-heads 6] [--only PREFIX]... [--seconds 330]
+    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--kv-heads 6] [--only NAME]... [--seconds 330]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from attnzoo import Gate, Prune, get
 from attnzoo.benchmarks.context import EPS, SHAPES, both, inputs, timed
-from attnzoo.benchmarks.measure import Result, describe_versions, headline, markdown_table, relative, save
+from attnzoo.benchmarks.measure import (
+    Result,
+    chosen_names,
+    describe_versions,
+    headline,
+    markdown_table,
+    relative,
+    save,
+)
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.parallel import Fragments
@@ -51,9 +59,8 @@ def measure(shape: Sequence[int], ranks: Sequence[int], only: Sequence[str], rep
     *leaves, do = inputs(*shape)
     rows: list[Result] = []
     alone: dict[bool, tuple[Tensor, float]] = {}
-    for name, (cut, options) in WAYS.items():
-        if only and not name.startswith(tuple(only)):
-            continue
+    for name in chosen_names([*WAYS], only):
+        cut, options = WAYS[name]
         if bool(options) not in alone:
             call = partial(both, get("fox").forms["triton"], leaves, do, **options)
             alone[bool(options)] = call()[0], timed(call, repeats)

@@ -1,6 +1,6 @@
 """Wall on one GPU: ours, our FoX without a gate and flash-linear-attention's Wall, in one run.
 
-    attnzoo bench wall [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 400]
+    attnzoo bench wall [--out DIR] [--shapes 2,24,16384,64]... [--only NAME]... [--seconds 400]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md.

@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import acp, gpt, host, measure
+from attnzoo.benchmarks import acp, gpt, host, layers, measure
 from attnzoo.benchmarks.acp import search_share
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
@@ -249,16 +249,25 @@ def test_a_record_names_kernels_whatever_package_they_come_in(monkeypatch: pytes
     }
 
 
-def test_contenders_are_chosen_by_prefix() -> None:
-    @dataclass
-    class Contender:
-        name: str
+def test_contenders_are_chosen_by_name_or_by_how_names_begin() -> None:
+    names = ["fox", "fox + ACP", "fox, a window", "fox_rope", "fox_rope + ACP", "SDPA, RoPE"]
 
-    every = [Contender(name) for name in ("ours", "ours, pruned", "FLA")]
-    assert measure.chosen(every, []) == every
-    assert measure.chosen(every, ["ours"]) == every[:2]
-    with pytest.raises(ValueError, match=r"unknown contender 'fla'.*did you mean 'FLA'"):
-        measure.chosen(every, ["fla"])
+    def by(*only: str) -> list[str]:
+        return measure.chosen_names(names, only)
+
+    assert by() == names
+    assert by("fox") == names[:2]
+    assert by("fox + ACP") == ["fox + ACP"]
+    assert by("fox,") == ["fox, a window"]
+    assert by("SDPA", "fox_") == names[3:]
+    with pytest.raises(ValueError, match=r"unknown contender 'sdpa'.*did you mean 'SDPA, RoPE'"):
+        by("sdpa")
+
+
+def test_layers_with_one_pass_forgetting_are_chosen_alone() -> None:
+    found = [x.name for x in measure.chosen(layers.contenders(), ["fox, One-Pass"])]
+    assert found == [f"fox, One-Pass Forgetting, phase {phase}" for phase in (1, 2)]
+    assert [x.name for x in measure.chosen(layers.contenders(), ["rope"])] == ["rope"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

@@ -67,6 +67,7 @@ def test_the_table_of_wall_has_its_ratios() -> None:
     assert "the fastest of their tiles" in alone
 
 
+@pytest.mark.filterwarnings("error")  # gates as in trained models are no start that went wrong
 def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layers.contenders()
     assert [x.variant for x in found if not x.options] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
