@@ -155,10 +155,10 @@ def keys_per_token(
         return 1
     if number > 1 and variant.readout is not None:
         raise ValueError(f"num_householder: expected 1 ({variant.name!r} reads one key per token), got {number}")
-    alone = [name for name in ("skip", "bonus") if getattr(config, name)]  # of one value per token
+    alone = [name for name in ("skip", "bonus", "query_correction") if getattr(config, name)]  # of one key and value
     if number > 1 and (alone or sum(cls.writes for cls in classes) > 1):
         what = alone[0] if alone else f"a second write strength in gate={config.gate!r}"
-        raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
+        raise ValueError(f"num_householder: expected 1 with {what} (a token has several keys and values), got {number}")
     return checked_factors(number)
 
 

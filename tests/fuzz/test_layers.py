@@ -26,10 +26,14 @@ GOOD = {
     "conv_size": [0, 1, 4], "qk_norm_shared": [True, False], "conv_bias": [True, False],
     "conv_activation": ["silu", "none"], "kv_shift": [True, False], "qkv_bias": [True], "output_bias": [True],
     "rotary": [None, 1e4], "scale": [None, 1, 0.3], "skip": [True], "output_norm": ["none", "rms", "group"],
-    "output_norm_groups": [1, 2], "output_gate": ["sigmoid", "swish"], "gate_before_norm": [True, False],
+    "output_norm_groups": [1, 2], "output_gate": ["sigmoid", "swish", "lora"], "gate_before_norm": [True, False],
     "window": [1, 3, 200], "sinks": [True], "acp": [True, Prune(1e-9)], "t_min": [1, 20.0], "learnable_slopes": [True],
     "temperature": [1.0, 20], "theta": [1, 100.0], "w": ["key", "low_rank"], "w_conv_size": [0, 2],
     "allow_neg_eigval": [True], "gate_rank": [None, 3], "expand": [0.5, 2], "impl": ["reference"], "gate": list(GATES),
+    "key_feature_map": ["identity", "silu"], "token_mix": [True], "kv_rank": [None, 7], "shared_key_dim": [1, 2],
+    "qk_bias": [True], "query_correction": [True], "rotary_angles": ["rope", "retnet"], "output_norm_bias": [True],
+    "output_norm_shared": [True], "bonus": [True], "output_gate_rank": [2], "output_gate_low_rank": [True],
+    "softcap": [None, 3.0], "num_householder": [2, 3], "trapezoid": [True],
 }  # fmt: skip
 ODD = [
     None, True, False, "no", "", "rms", -1, 0, 1, 3, 2.5, 1e-45, 1e400, -math.inf, math.nan, 10**30, [], ["forget"], {},

@@ -89,6 +89,7 @@ def test_a_token_has_a_key_a_value_and_a_strength_for_each_factor():
         ("path", {"w_rank": 8, "w": "key"}, "w_rank: expected 32 with w='key'"),
         ("path_fox", {"w_conv_size": 0, "w": "key"}, "w_conv_size: expected 3 with w='key'"),
         ("deltanet", {"num_householder": 2, "skip": True}, "num_householder: expected 1 with skip"),
+        ("kda", {"num_householder": 3, "query_correction": True}, "num_householder: expected 1 with query_correction"),
         ("gated_deltanet", {"num_householder": 2, "gate": ("mamba2", "delta")}, "a second write strength in gate"),
         ("fox", {"num_householder": 2}, "option 'num_householder' of 'fox'"),
         ("deltanet", {"num_housholder": 2}, "did you mean 'num_householder'"),
