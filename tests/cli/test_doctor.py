@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
-from attnzoo.forms.backends import fla, fla_delta, fla_pairs, fox_path
+from attnzoo.forms.backends import fla, fla_delta, fla_kernels, fla_pairs, fox_path
 from attnzoo.kernels.common import device
 from attnzoo.kernels.linear import segments
 from attnzoo.layer import dispatch
@@ -86,6 +86,9 @@ def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monk
     report = pretend((9, 0), (3, 6))
     assert row(report, "gated_deltanet", "training").kernels == "chunks, one backward kernel of ours"
     assert row(report, "gated_deltanet", "prefill").kernels == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(fla_kernels, "asked_for", lambda name: name == "tilelang")
+        assert row(pretend((9, 0), (3, 6)), "gated_deltanet", "training").kernels == ""  # that one's comes first
     monkeypatch.setattr(fla_delta, "register", lambda: False)
     report = pretend((9, 0), (3, 6))
     training = row(report, "gated_deltanet", "training")

@@ -325,6 +325,7 @@ def test_a_gradient_of_a_gradient_is_refused(repeating: Any) -> None:
         ("0.6.0", [], (3, 6), "0", True),
         ("0.7.0", [], (3, 6), "0", False),
         ("0.6.1", ["tilelang"], (3, 6), "0", False),
+        ("0.6.1", ["flash_qla"], (3, 6), "0", True),
         ("0.6.0", [], (3, 3), "0", False),
         ("0.6.0", [], (3, 6), "1", False),
     ],
@@ -338,6 +339,8 @@ def test_what_nobody_has_read_is_the_librarys_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fla_kernels, "installed", lambda: others)
+    monkeypatch.delenv("FLA_TILELANG", raising=False)
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")  # installed, and switched off
     monkeypatch.setattr(fla_steps, "triton_version", lambda: triton)
     monkeypatch.setenv("FLA_GLUON", gluon)
     fla_steps.known.cache_clear()  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
 import sys
 import types
@@ -146,7 +147,7 @@ def registered(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
 
 
 @of_each
-def test_the_library_is_given_the_kernel_once_and_asks_it_last(
+def test_the_library_is_given_the_kernel_once_for_what_it_serves(
     module: Any, registered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert module.register()
@@ -154,7 +155,6 @@ def test_the_library_is_given_the_kernel_once_and_asks_it_last(
     ((operation, backend),) = registered
     of = module.REPLACEMENT
     assert (operation, backend.backend_type) == (of.operation, "attnzoo")
-    assert backend.priority > 5
     x = module.drawn(SIZES[module], [0, 3], torch.float16)
     ask = getattr(backend(), f"{of.name}_verifier")
     if module is fla_pairs and DEVICE == "cpu":
@@ -166,6 +166,28 @@ def test_the_library_is_given_the_kernel_once_and_asks_it_last(
         assert not ask(**{**given, name: wrong})[0], name
     found = getattr(backend(), of.name)(**given, other=None)
     assert all(relative_error(a.cpu(), b) <= 3e-3 for a, b in zip(found, module.definition(x), strict=True))
+
+
+@of_each
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_kernel_comes_before_tilelangs_unless_the_owner_asks_for_those(
+    module: Any, registered: list[Any], installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tilelang = types.ModuleType("tilelang")
+    tilelang.__spec__ = importlib.machinery.ModuleSpec("tilelang", None)
+    monkeypatch.setitem(sys.modules, "tilelang", tilelang if installed else None)  # type: ignore[arg-type]
+    assert module.register()
+    ((_, backend),) = registered
+    ours, others = backend(), sys.modules["fla.backends"].BaseBackend()
+
+    def first() -> Any:
+        return min(others, ours, key=lambda each: each.priority)
+
+    for switch, wanted in ((None, ours), ("0", ours), ("1", others if installed else ours)):
+        monkeypatch.delenv("FLA_TILELANG", raising=False)
+        if switch is not None:
+            monkeypatch.setenv("FLA_TILELANG", switch)
+        assert first() is wanted
 
 
 @of_each

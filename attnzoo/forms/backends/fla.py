@@ -26,7 +26,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.values import OPAQUE, in_transform, records
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla_delta, fla_pairs, fla_steps
+from attnzoo.forms.backends import fla_delta, fla_kernels, fla_pairs, fla_steps
 from attnzoo.forms.backends.fla_tuning import all_tiles, will_run
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, existing
@@ -360,7 +360,7 @@ def _replaced(gate: Gate, q: Tensor) -> bool:
     if gate.w is None or not torch.is_grad_enabled():
         return False
     if gate.log_diag is None and not _detour(gate, q):
-        return _miscompiled(gate, q)
+        return _miscompiled(gate, q) and not fla_kernels.asked_for("tilelang")
     return fla_pairs.serves(q) and fla_pairs.register()
 
 

@@ -16,6 +16,16 @@ def installed() -> list[str]:
     return [name for name in SWITCHES if importlib.util.find_spec(name) is not None]
 
 
+def in_use() -> list[str]:
+    """Those that are not switched off."""
+    return [name for name in installed() if os.environ.get(SWITCHES[name]) != "0"]
+
+
+def asked_for(name: str) -> bool:
+    """Whether the owner has switched on the kernels of an installed package of ``SWITCHES``."""
+    return os.environ.get(SWITCHES[name], "0") != "0" and importlib.util.find_spec(name) is not None
+
+
 def described(version: str) -> str:
     """A version of flash-linear-attention with the packages whose kernels it may take, and how to do without them."""
     found = [f"{name} ({SWITCHES[name]}=0: off)" if os.environ.get(SWITCHES[name]) == "0"

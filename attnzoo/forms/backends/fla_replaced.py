@@ -1,7 +1,7 @@
 """Kernels of ours in place of some of flash-linear-attention's.
 
-The library takes them by its registry of backends, as it takes TileLang's where that is installed; but first a kernel
-must agree with its definition on that very machine.
+The library takes them by its registry of backends, as it takes TileLang's where that is installed: before those, unless
+the owner asks for them. But first a kernel must agree with its definition on that very machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.common.recording import recorders
 
 logger = logging.getLogger("attnzoo.fla")
@@ -94,9 +95,14 @@ class Replacement:
         if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
             return False
         calls = {f"{self.name}_verifier": staticmethod(self.verified), self.name: staticmethod(self.kernel)}
-        last = {"backend_type": NAME, "priority": 9}  # behind all others
-        backends.register(self.operation)(type("Backend", (backends.BaseBackend,), calls | last))
+        place = {"backend_type": NAME, "priority": property(_priority)}
+        backends.register(self.operation)(type("Backend", (backends.BaseBackend,), calls | place))
         return True
+
+
+def _priority(backend: object) -> int:
+    """The place among the library's backends, of which the least is asked first; TileLang has 5."""
+    return 9 if fla_kernels.asked_for("tilelang") else 1
 
 
 def chunks_of(borders: Sequence[int]) -> list[tuple[int, int, slice]]:

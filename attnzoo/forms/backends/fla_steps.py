@@ -288,5 +288,5 @@ OPERATIONS = {
 @cached_in_traces
 def known(version: str) -> bool:
     """Whether a release has been read, and launches no other packages' kernels, of which nobody hears."""
-    told = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.installed()
+    told = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.in_use()
     return told and os.environ.get("FLA_GLUON", "0") == "0"
