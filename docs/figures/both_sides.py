@@ -86,16 +86,18 @@ def pairs_by_size() -> Figure:
     for number, found in enumerate(outcomes):
         box = ((LEFT + number * (side + BETWEEN)) / WIDTH, BELOW / height, side / WIDTH, side / height)
         axes = figure.add_axes(box, sharex=first, sharey=first)
-        means = []
+        means, parts = [], []
         for n, pair in enumerate(asked.pairs):
             if all(map(found.of, pair)):
                 gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
                 dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
                 handles.setdefault(" | ".join(pair), dot)
                 means.append([gain.mean() for gain in gains])
-        r, p = correlation(*np.transpose(means), asked.parts) if len(means) == len(asked.pairs) else (np.nan, np.nan)
-        judged = f"{len(means)} pairs" if np.isnan(r) else f"r = {r:.2f}, p = {p:.2f}"
-        axes.set_title(f"{_weights(found) / 1e6:.1f}M weights: {judged}", loc="left", fontsize=10, color=INK)
+                parts.append(asked.parts[n])
+        r, p = correlation(*np.transpose(means), parts)
+        axes.set_title(
+            f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK
+        )
         axes.tick_params(labelleft=number == 0)
         first = first or axes
     assert first is not None
@@ -145,7 +147,7 @@ def while_training(side: str) -> Figure:
     ]
     base = pairs.BASES[side == "softmax"]
     return figures.curves(
-        lines, xlabel="million tokens read", ylim=(0, 1.65), names_width=len("complex_linear"),
+        lines, xlabel="million tokens read", ylim=(0, 1.85), names_width=len("complex_linear"),
         ylabel=f"gain in training loss over {base}",
     )  # fmt: skip
 

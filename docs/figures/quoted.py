@@ -176,14 +176,13 @@ def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> 
 def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Million tokens read, and what the first seed of each arm of `pairs` at gpu-10m has then gained in training loss
     over its base's, in means of four logged steps, which read the same text."""
-    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-stopped.json").read_text(encoding="utf-8"))
     first = [run for run in outcome("pairs", "gpu-10m").runs if run.seed == 0]
     step = first[0].curve[0][0]
-    losses = stopped | {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
+    losses = {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
     claim, found = _correlated("pairs")[0], {}
     for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
         if arm in losses:
-            gains = np.subtract(losses[base][: len(losses[arm])], losses[arm])
+            gains = np.subtract(losses[base], losses[arm])
             tokens = step * np.arange(4, gains.size + 1) / 1e6
             found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
     return found
@@ -196,12 +195,10 @@ def gained_after(arm: str, million: float) -> float:
 
 
 def gains_after(million: float) -> tuple[float, float, float]:
-    """The correlation of such gains of the pairs of which both sides were trained so far, its p, and the least
-    correlation without one of them."""
+    """The correlation of such gains of the pairs of which both sides were trained, its p, and the least correlation
+    without one of them."""
     claim, found = _correlated("pairs")[0], while_training()
-    there = [
-        n for n, pair in enumerate(claim.pairs) if all(arm in found and found[arm][0][-1] > million for arm in pair)
-    ]
+    there = [n for n, pair in enumerate(claim.pairs) if all(arm in found for arm in pair)]
     one, other = np.array([[gained_after(arm, million) for arm in claim.pairs[n]] for n in there]).T
     return *correlation(one, other, [claim.parts[n] for n in there]), float(without_each(one, other).min())
 
