@@ -155,7 +155,8 @@ class EpsRow:
         change: change of the loss by pruning, mean over the windows.
         error: standard error of the change; nan for one window.
         kept: share of the blocks that is computed, mean over the heads of the layers that prune, on the first window.
-        seconds: time of a forward pass over one window without the output head, the fastest of a few.
+        seconds: time of a forward pass over the first batch of windows without the output head, the fastest of a few,
+            by window.
     """
 
     eps: float | None
@@ -184,8 +185,9 @@ class EpsSweep:
 
 
 def sweep_eps(
-    model: nn.Module, windows: Tensor, epsilons: Sequence[float], bound: Any = "tail", repeats: int = 3
-) -> EpsSweep:
+    model: nn.Module, windows: Tensor, epsilons: Sequence[float], bound: Any = "tail", repeats: int = 3,
+    batch_size: int | None = None,
+) -> EpsSweep:  # fmt: skip
     """The loss, computed share and time by eps of pruning (figure 7 of the paper on pruning, with the time).
 
     Args:
@@ -194,20 +196,25 @@ def sweep_eps(
         epsilons: in (0, 1).
         bound: tail or paper.
         repeats: forward passes that are timed, at least 1.
+        batch_size: windows in a forward pass; None: as many as have 16,384 tokens, at least one. FoX's kernels prune
+            nothing where products are few (see :func:`attnzoo.kernels.fox.fox_attention`), though `kept` counts it.
 
     Raises:
         ValueError: no layer can prune, no window, or a number out of range.
     """
     _check_prunable(model)
-    if repeats < 1 or not len(windows):
-        raise ValueError(f"repeats, windows: expected at least 1, got {repeats}, {len(windows)}")
+    batch = max(1, TOKENS // (windows.shape[1] - 1)) if batch_size is None else batch_size
+    if min(repeats, len(windows), batch) < 1:
+        given = f"{repeats}, {len(windows)}, {batch}"
+        raise ValueError(f"repeats, windows, batch_size: expected at least 1, got {given}")
     plain: Array | None = None
     rows = []
     for prune in (None, *(Prune(eps, bound) for eps in epsilons)):
         with pruning(model, prune):
-            losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]))
+            losses = token_losses(model, windows, batch)
             plain = losses if plain is None else plain
-            seconds = min(forward_seconds(model, windows[:1, :-1]) for _ in range(repeats))
+            timed = windows[:batch, :-1]
+            seconds = min(forward_seconds(model, timed) for _ in range(repeats)) / len(timed)
             kept = 1.0 if prune is None else 1 - measure_pruning(model, windows[0, :-1], prune).share
         change, error = mean_and_error(losses - plain)
         rows.append(EpsRow(None if prune is None else prune.eps, float(losses.mean()), change, error, kept, seconds))

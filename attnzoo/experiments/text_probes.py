@@ -4,6 +4,7 @@ pruning keeps of it by head, depth and eps."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -180,7 +181,9 @@ class ByEps:
     def measure(self, subject: Probed) -> dict[float, float]:
         if not prunes(subject.model):
             return {}
-        unit = 1e3 if self.of == "seconds" else 1.0
-        windows = subject.windows(1.0)
-        rows = sweep_eps(subject.model, windows if self.of == "change" else windows[:1], self.at).rows[1:]
-        return {eps: unit * getattr(row, self.of) for eps, row in zip(self.at, rows, strict=True)}
+        windows, batch, timed = subject.windows(1.0), subject.at_once(1.0), self.of == "seconds"
+        read = {"change": len(windows), "kept": 1, "seconds": batch}[self.of]
+        # Times are of the training's precision; what 16 bits round may be more than a change of the loss.
+        with subject.precision() if timed else nullcontext():
+            rows = sweep_eps(subject.model, windows[:read], self.at, batch_size=batch).rows[1:]
+        return {eps: (1e3 if timed else 1.0) * getattr(row, self.of) for eps, row in zip(self.at, rows, strict=True)}

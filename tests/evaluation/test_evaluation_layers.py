@@ -184,6 +184,18 @@ def test_sweep_measures_the_model_with_each_eps_and_leaves_it_as_it_was():
     assert (found.tokens, found.windows, found.bound) == (700, 2, "tail")
 
 
+def test_sweep_reads_windows_in_batches_and_times_the_first_by_window(monkeypatch):
+    model, windows = tiny("fox"), torch.stack([ids(300, seed) for seed in range(5)])
+    inside = sweep_eps.__globals__
+    monkeypatch.setitem(inside, "forward_seconds", lambda model, tokens: float(tokens.shape[0]))
+    monkeypatch.setitem(inside, "token_losses", lambda model, windows, size: np.full((5, 1), size))
+    for given, batch in ((2, 2), (9, 9), (None, 2**14 // 299)):
+        found = sweep_eps(model, windows, [1e-4], repeats=2, batch_size=given)
+        assert [(row.loss, row.seconds) for row in found.rows] == [(batch, 1.0)] * 2
+    with pytest.raises(ValueError, match="batch_size: expected at least 1, got 3, 5, 0"):
+        sweep_eps(model, windows, [1e-4], batch_size=0)
+
+
 def test_default_epsilons_rise_and_have_the_default_among_them():
     found = default_epsilons(1e-6, 1e-2, 3)
     np.testing.assert_allclose(found, sorted([1e-6, 1e-4, 1e-2, Prune().eps]))

@@ -95,6 +95,22 @@ def test_a_larger_eps_keeps_fewer_blocks_and_moves_the_loss_further():
     assert all(milliseconds > 0.01 for milliseconds in ByEps("x", "seconds", (0.5,)).measure(asked).values())
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_probes_of_pruning_read_as_many_tokens_at_once_as_the_training(factor):
+    """Kernels look for what to leave out in batches that are large enough, alone."""
+    asked = subject(forgetting([[3.0]]), tokens=2048, context=64)
+    asked = replace(asked, config=replace(asked.config, batch_size=8, gradient_accumulation=2))
+    read = []
+    [first, *_] = [layer for layer in asked.model.modules() if isinstance(layer, nn.Linear)]
+    first.register_forward_pre_hook(lambda layer, given: read.append(given[0].shape[:2].numel()))
+    PrunedLoss(length=factor).measure(asked)
+    assert {*read} == {4 * 64}
+    for of in ("change", "seconds"):
+        read.clear()
+        ByEps("x", of, (0.1,)).measure(asked)
+        assert {*read} == {4 * 64, 64}  # the share of blocks is counted in one window
+
+
 @pytest.mark.parametrize("attention", ["nope", "mamba2"])
 def test_probes_of_pruning_do_not_read_a_text_with_a_model_that_has_nothing_to_prune(attention):
     model = LanguageModel(replace(PLAIN, attention=attention)).eval()
@@ -127,6 +143,10 @@ def test_losses_are_read_in_the_precision_of_the_training(precision, dtype):
         used.clear()
         probe.measure(of)
         assert {*used} == {dtype}, probe.name
+    for probe in (PrunedLoss(length=1.0), ByEps("x", "change")):  # a difference that rounding would hide
+        used.clear()
+        probe.measure(of)
+        assert {*used} == {torch.float32}, probe.name
     used.clear()
-    PrunedLoss(length=1.0).measure(of)  # a difference that rounding would hide
-    assert {*used} == {torch.float32}
+    ByEps("x", "seconds", (0.1,)).measure(of)
+    assert dtype in used
