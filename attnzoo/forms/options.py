@@ -26,11 +26,15 @@ class Options(Mapping[str, Any]):
 
     def given(self) -> dict[str, Any]:
         """The options that are not at their defaults, None or False."""
-        named = ((name, getattr(self, name)) for name in self.__match_args__)
-        return {name: value for name, value in named if value is not None and value is not False}
+        names = self.__match_args__
+        return {name: x for name in names if (x := getattr(self, name)) is not None and x is not False}
 
     def __getitem__(self, name: str) -> Any:
         return self.given()[name]
+
+    def __contains__(self, name: object) -> bool:
+        x = getattr(self, name) if name in self.__match_args__ else None
+        return x is not None and x is not False
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.given())

@@ -202,8 +202,9 @@ class Forms:
             return f"there is no {form} form (there is {', '.join(self.forms)})"
         if kernel is not None and call.keeps_state and kernel.extend is None:
             return f"the {form} form serves whole sequences and keeps no state"
-        taken = self._taken(form, call.keeps_state)
-        for name in call.options:
+        asked = tuple(call.options)
+        taken = self._taken(form, call.keeps_state) if asked else ()
+        for name in asked:
             if name not in taken:
                 return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
         if kernel is None:

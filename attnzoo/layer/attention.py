@@ -178,12 +178,12 @@ class Attention(AttentionParts):
     def _form(self, call: Call) -> str:
         """The name of the form that serves a call, logged where it differs from the last call's."""
         if torch.compiler.is_compiling():
-            return chosen(self.variant, self.impl, call)
-        place = call.q.device.type
-        last = REFERENCE if place == "cpu" and self.picked == "reference on cpu" else ""
+            return chosen(self.variant, self._impl, call)
+        place = f" on {call.q.device.type}"
+        last = (self.picked or "").removesuffix(place)
         form = chosen(self.variant, self._impl, call, last)
         if form != last:
-            self.picked = f"{form} on {place}"
+            self.picked = form + place
         return form
 
     def _makes_all(self) -> bool:

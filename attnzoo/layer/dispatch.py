@@ -98,11 +98,11 @@ def chosen(variant: Variant, impl: str, call: Call, last: str = "") -> str:
     """The form that :func:`choose` gives; it and the reasons against faster ones are logged once per process.
 
     Args:
-        last: the form of the layer's last call on a CPU, which has been logged.
+        last: the form of the layer's last call on this device, which has been logged.
     """
     form = choose(variant, impl, call)
-    if form == last:
-        return form
+    if form == last and impl in ("auto", REFERENCE) and (form != REFERENCE or call.q.is_cpu):
+        return form  # there are no doubts of it, and no kernel was missed
     _say(f"{variant.name}: impl={impl!r} runs {form} on {call.q.device.type}")
     doubt = doubts(variant.form_set, form, call)
     if doubt:

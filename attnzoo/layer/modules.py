@@ -35,8 +35,8 @@ def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
 
 def untouched(part: nn.Module) -> bool:
     """Whether a module may be left out of a call that computes what it would: no hook waits for it."""
-    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    return not any(hooks) and not hasattr(part, "_hf_hook")
+    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    return not hooks and "_hf_hook" not in part.__dict__
 
 
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:

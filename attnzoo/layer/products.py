@@ -21,8 +21,7 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        rows = x.flatten(0, -2)
-        return tuple([torch.mm(rows, one.t()).view(*x.shape[:-1], len(one)) for one in weights])
+        return tuple([F.linear(x, one) for one in weights])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -72,8 +72,10 @@ def fox_kernel(forms: Additive) -> Kernel:
         _refuse_both(given)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)
-        gate = replace(gate, log_decay=single(gate.log_decay))
-        constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
+        g = single(gate.log_decay)
+        if g is not gate.log_decay:
+            gate = replace(gate, log_decay=g)
+        constant = g if g is not None and g.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
         q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
