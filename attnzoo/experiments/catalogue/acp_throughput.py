@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from attnzoo.experiments.catalogue.pairs import PACKAGES, size
-from attnzoo.experiments.claims import All, Below, Value, at_most, below
+from attnzoo.experiments.claims import All, AtLeast, Below, Value, at_most, below
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
 from attnzoo.experiments.probes import KeptBlocks, Loss, PrunedLoss, Speed
 from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, Needle
@@ -37,7 +37,8 @@ EXPERIMENT = Experiment(
         "FoX (Pro) trained with and without pruning by certificate, at three sizes (3, 10 and 25 million weights), in "
         "contexts of 4096, 8192 and 16,384 tokens with as many tokens a step, with the gates that these runs learn in "
         "120 steps: how fast, what is kept, and what it costs in loss. Speeds compare where each GPU trains one model "
-        "at a time: `--jobs` with the number of GPUs."
+        "at a time: `--jobs` with the number of GPUs; the smallest model waits for the host, and what the GPU alone "
+        "gains is `attnzoo bench acp`'s. Heads that look back and needles that are found take more steps: `steps=950`."
     ),
     arms=tuple(
         Arm(name_of(kind, T), "fox", options, settings=(f"data.context_length={T}", f"batch_size={65536 // T}"))
@@ -68,11 +69,12 @@ EXPERIMENT = Experiment(
         Expectation("It drops half of the blocks of the training context, or more.", f"{PAPER}, Figure 2",
                     at_most(0.5, "blocks kept", *(name_of("ACP", T) for T in CONTEXTS))),
         Expectation("A head is local or global, and there are both: of 16,384 tokens more heads keep less than a "
-                    "quarter of the blocks, and more keep over three quarters, than a share in either quarter between.",
-                    f"{PAPER}, Figure 4", All(tuple(Below(heads(inner), heads(outer)) for inner in (0.5, 0.75)
-                                                    for outer in (0.25, 1.0)))),
-        Expectation("All heads of the first layers are local: the first quarter of the layers keeps less than a "
-                    "quarter of the blocks of 4096 tokens.", f"{PAPER}, Figure 5: the first two of 24",
+                    "quarter of the blocks, and more, at least a twentieth, keep over three quarters, than a share in "
+                    "either quarter between.", f"{PAPER}, Figure 4",
+                    All((AtLeast(heads(1.0), 0.05),
+                         *(Below(heads(inner), heads(outer)) for inner in (0.5, 0.75) for outer in (0.25, 1.0))))),
+        Expectation("The first layers are local: in the mean of its heads the first quarter of the layers keeps less "
+                    "than a quarter of the blocks of 4096 tokens.", f"{PAPER}, Figure 5: the first two of 24",
                     at_most(0.25, KeptByDepth().name, name_of("ACP", CONTEXTS[0]), at=0.25)),
         Expectation("A hundredth of a row's weight in place of e^-10 saves less than a tenth of the blocks.",
                     f"{PAPER}, Figure 7",
@@ -98,12 +100,15 @@ EXPERIMENT = Experiment(
             "million weights and four times the heads. Speeds have a standard deviation of 5% between seeds, by which "
             "a gain under 28% would mostly go unseen. After 120 steps gates forget about as they began. Of blocks of "
             "128 rows by 64 keys 10.2%, 5.1% and 2.5% are kept, little more than each row's own block and the 64 keys "
-            "before it, 9.0%, 4.6% and 2.3%: all heads are local, in all layers, for every eps. So these models could "
-            "not but confirm that half is dropped, that the first layers are local and that a larger eps saves "
-            "little, and could have no global head and find no needle. The losses of a seed with and without pruning "
-            "differ by 0.03 nats at most, either way. What pruning adds to a model's loss was measured in batches "
-            "that the kernels do not prune at 4096 tokens, and of eps at 8192, too; the milliseconds are those of one "
-            "window in float32. Later runs measure both in batches as large as in training.",
+            "before it, 9.0%, 4.6% and 2.3%: all heads are local, in all layers, for every eps. After 950 steps such "
+            "a model keeps three times as many of 4096 tokens (`pairs`). So these could not but confirm that half is "
+            "dropped, that the first layers are local and that a larger eps saves little, and could have no global "
+            "head and find no needle. That a twentieth of the heads must be global was added when the numbers were "
+            "in: before, a claim about humps of which one was empty was open for ever. The losses of a seed with and "
+            "without pruning differ by 0.03 nats at most, either way. What pruning adds to a model's loss was "
+            "measured in batches that the kernels do not prune at 4096 tokens, and of eps at 8192, too; the "
+            "milliseconds are those of one window in float32. Later runs measure both in batches as large as in "
+            "training.",
             seeds=2,
         ),
     ),
