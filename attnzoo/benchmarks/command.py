@@ -69,11 +69,15 @@ official = click.option(
 )
 
 
-def seconds(default: int) -> Option:
+def seconds(default: int, each: str = "") -> Option:
+    """The option ``--seconds``, with a sentence on what a row of the table takes."""
     return click.option(
         "--seconds", type=click.FloatRange(min=0, min_open=True), default=default, show_default=True,
-        help="Start no further measurement of the table after this long.",
+        help=f"Start no further measurement of the table after this long. {each}".strip(),
     )  # fmt: skip
+
+
+COMPILED = "A kernel's first row takes up to half a minute, in which it is compiled and checked, a later one seconds."
 
 
 @click.group()
@@ -91,7 +95,7 @@ def bench() -> None:
 @kv_heads
 @only
 @rep
-@seconds(500)
+@seconds(500, COMPILED)
 @official
 @click.option("--plot", is_flag=True, help="Also draw time over context lengths of 1k to 128k, as plot.svg.")
 def fox(**options: Any) -> None:
@@ -109,7 +113,7 @@ def fox(**options: Any) -> None:
 @kv_heads
 @only
 @rep
-@seconds(330)
+@seconds(330, COMPILED)
 @click.option("--decode/--no-decode", default=True, show_default=True, help="Time one token after a cache, too.")
 def path(**options: Any) -> None:
     """PaTH's kernels on a GPU, forward and backward.
@@ -125,7 +129,7 @@ def path(**options: Any) -> None:
 @shapes
 @only
 @rep
-@seconds(400)
+@seconds(400, COMPILED)
 def wall(**options: Any) -> None:
     """Wall's kernels on a GPU, forward and backward.
 
@@ -140,7 +144,7 @@ def wall(**options: Any) -> None:
 @shapes
 @only
 @rep
-@seconds(500)
+@seconds(500, COMPILED)
 def layers(**options: Any) -> None:
     """Whole layers on a GPU, forward and backward.
 
@@ -207,7 +211,13 @@ def generate(**options: Any) -> None:
 @out("gpt")
 @only
 @click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Timed steps.")
-@seconds(500)
+@seconds(500, "A row takes 1 to 30 seconds: its first step compiles.")
+@click.option(
+    "--mode",
+    multiple=True,
+    type=Choice(["eager", "compiled", "graphs"]),
+    help="Only so: eager, compiled, or compiled with CUDA graphs; may be given several times.",
+)
 @click.option("--resume", is_flag=True, help="Keep the rows that --out has, and measure the others.")
 @click.option("--device", type=Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to train.")
 def gpt(
@@ -220,6 +230,8 @@ def gpt(
     """
     if device == "cuda":
         _need_gpu("gpt", "; --device cpu measures without one")
+    elif "graphs" in options["mode"]:
+        raise click.BadParameter("expected eager or compiled with --device cpu, got 'graphs'", param_hint="--mode")
     from attnzoo.benchmarks.gpt import GPTSizes, run
 
     run(sizes=GPTSizes(batch, context, hidden, layers, heads, vocabulary), device=device, **options)

@@ -47,7 +47,6 @@ from attnzoo.benchmarks.measure import (
     chosen,
     describe_versions,
     error_lines,
-    few_heads,
     headline,
     keeper,
     load_peer,
@@ -225,10 +224,8 @@ class FlexFox:
         return self.flex(x.q, x.k, x.v, score_mod=bias, block_mask=self.mask[T])
 
 
-def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
-    """The errors of output and gradients against float64 on the same bf16 inputs, with ``shared`` query heads per key
-    head."""
-    heads, kv_heads = few_heads(shared)
+def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | None = None) -> dict[str, float]:
+    """The errors of output and gradients against float64 on the same bf16 inputs."""
 
     def exact(x: Inputs) -> Tensor:
         retention = Retention(x.r, FORGETS) if peer.reads("r") else None
@@ -236,7 +233,7 @@ def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[s
         gates = x.g if peer.reads("g") else None
         return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
-    found = compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
+    found = compare(peer, draw(1, H, T, K, kv_heads=kv_heads), exact)
     return {IN_16_BITS if name == "dg" and IN_KEYS in peer.name else name: error for name, error in found.items()}
 
 
@@ -266,6 +263,8 @@ def run(
     print(*not_measured(missing), sep="\n", flush=True)
 
     def kept(x: Inputs) -> Result:
+        if not any("pruned" in peer.name for peer in peers):
+            return {}
         bound = torch.full((x.q.shape[2],), math.sqrt(x.q.shape[3]), device="cuda")
         shares = {
             name: kept_fraction(x.q, x.k, log_decay=x.g, prune=prune, logit_bound=bound if name == "paper" else None)
@@ -312,13 +311,15 @@ def table(result: Result) -> str:
         lines.append("Each call of a kernel that cannot share keys, as ours and FLA do, repeats k and v.")
 
     def cells(r: Result, both: dict[str, float]) -> list[object]:
-        share = r["kept"].get(r["name"].removeprefix("ours, pruned (").removesuffix(")"), 0.0) * both.get("ours", 0.0)
+        shares = r.get("kept", {})
+        share = shares.get(r["name"].removeprefix("ours, pruned (").removesuffix(")"), 0.0) * both.get("ours", 0.0)
         over = f"{r['both_ms'] / share:.3f}" if share else "-"
         ratios = (ratio(both.get(o), r["both_ms"]) for o in ("official", "official, pruned"))
         return [r["both_tflops"], f"{r['of_matmul']:.2f}", over, *ratios]
 
     def kept(r: Result) -> str:
-        return "; blocks kept: " + ", ".join(f"{bound} {share:.3f}" for bound, share in r["kept"].items())
+        shares = [f"{bound} {share:.3f}" for bound, share in r.get("kept", {}).items()]
+        return f"; blocks kept: {', '.join(shares)}" if shares else ""
 
     columns = ("nominal TFLOP/s", "of matmul", "over its share", "x official", "x official, pruned")
     lines += ["", *shape_tables(result, columns, cells, kept)]

@@ -1,6 +1,6 @@
 """Training speed of a plain GPT with a layer of the zoo in place of its attention, as in a script of one's own.
 
-    attnzoo bench gpt [--only NAME]... [--batch 16] [--context 2048] [--resume] [--device cpu]
+    attnzoo bench gpt [--only NAME]... [--mode eager]... [--batch 16] [--context 2048] [--resume] [--device cpu]
 
 Each layer is that of ``build_attention(name)``, in the same residual blocks, beside PyTorch's attention with RoPE and
 flash-linear-attention's FoX layer. A step is forward, backward and a fused AdamW under autocast to bfloat16. It is
@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -380,19 +380,19 @@ def begun(out: Path, result: Result) -> list[Result]:
     for name in ("machine", "device", "sizes", "steps"):
         if (found := (before | dated)[name]) != result[name]:
             raise ValueError(f"--resume: expected the {name} {result[name]}, as now, got {found} in {str(file)!r}")
-    rows: list[Result] = before["rows"]
-    return rows
+    return cast("list[Result]", before["rows"])
 
 
 def run(
-    out: Path, sizes: GPTSizes, only: Sequence[str], steps: int, seconds: float, device: str, resume: bool = False
-) -> None:
-    """Measure, print the table, and write results.json and results.md to ``out``.
+    out: Path, sizes: GPTSizes, only: Sequence[str], steps: int, seconds: float, device: str, resume: bool = False,
+    mode: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Measure, print the table, and write results.json and results.md to ``out``; ``mode``: of `MODES`, empty for all.
 
     Raises:
         ValueError: a name that no contender has, or nothing to ``resume``.
     """
-    peers = chosen(contenders(), only)
+    peers = [replace(x, modes=tuple(m for m in x.modes if m in (mode or MODES))) for x in chosen(contenders(), only)]
     result: Result = {"machine": describe_versions(), "device": device, "sizes": vars(sizes), "steps": steps}
     result |= {"rows": begun(out, result) if resume else [], "missing": []}
     measure(peers, result, seconds, keeper(out, table))

@@ -184,7 +184,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: 
     result: Result = {"machine": describe_versions()}
     race(
         result, chosen(contenders(), only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, 1.0),
-        errors=lambda layer, K: errors(layer, draw(1, 4, 512, K)), common=lambda x: {},
+        errors=lambda layer, H, K: errors(layer, draw(1, H, 512, K)), common=lambda x: {},
         times=lambda layer, x: times(layer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
     finish(out, result, table)

@@ -174,8 +174,9 @@ def race(
     Args:
         shapes: (B, H, T, K) each.
         draw: a function from a shape (and the keyword ``kv_heads``) to inputs.
-        errors: a function from a peer and a head dim to its errors by name, called once each; a peer beyond ``limits``
-            is not timed. With ``kv_heads``, ``shared`` is the largest number of query heads per key head.
+        errors: a function from a peer, a number of heads and a head dim (and the keyword ``kv_heads``) to its errors by
+            name, called once each; a peer beyond ``limits`` is not timed. With the heads that are timed, a kernel is
+            compiled for both at once.
         common: a function from a shape to fields that its rows share.
         times: a function from a peer and a shape to its measurements; None: not at this shape.
         keep: called with ``result`` after each measurement; see :func:`keeper`.
@@ -186,14 +187,14 @@ def race(
     """
     if kv_heads is not None:
         result["kv_heads"] = kv_heads
-        draw = functools.partial(draw, kv_heads=kv_heads)
-        errors = functools.partial(errors, shared=sharing(shapes, kv_heads))
+        check_sharing(shapes, kv_heads)
+        draw, errors = (functools.partial(each, kv_heads=kv_heads) for each in (draw, errors))
     deadline = time.time() + seconds
     result |= {"errors": [], "rows": []}
     missing: list[str] = result.setdefault("missing", [])
-    right: dict[tuple[str, int], bool] = {}
+    right: dict[tuple[str, int, int], bool] = {}
     for shape in shapes:
-        x, K = draw(*shape), shape[3]
+        x, (_, H, _, K) = draw(*shape), shape
         shared = common(x)
         for peer in peers:
             if time.time() > deadline:
@@ -201,16 +202,18 @@ def race(
                 missing.append(f"{peer.name} at {shape} and what comes after it: no time was left")
                 return False
             try:
-                if (peer.name, K) not in right:
-                    right[peer.name, K] = False
-                    found = errors(peer, K)
-                    right[peer.name, K] = all(error <= limits[name] for name, error in found.items())
-                    verdict = "" if right[peer.name, K] else "WRONG: not timed"
-                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{e:.1e}" for n, e in found.items()}})
+                key = peer.name, H, K
+                if key not in right:
+                    right[key] = False
+                    found = errors(peer, H, K)
+                    right[key] = all(error <= limits[name] for name, error in found.items())
+                    verdict = "" if right[key] else "WRONG: not timed"
+                    said = {n: f"{e:.1e}" for n, e in found.items()}
+                    result["errors"].append({"name": peer.name, "H": H, "K": K, **said})
                     print(json.dumps(result["errors"][-1]), verdict, flush=True)
                     keep(result)
                 fla_kernels.taken()  # by what was compared
-                measured = times(peer, x) if right[peer.name, K] else None
+                measured = times(peer, x) if right[key] else None
             except Exception as error:
                 print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
                 missing.append(f"{peer.name} at {shape}: {repr(error)[:200]}")
@@ -225,22 +228,11 @@ def race(
     return True
 
 
-def sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int) -> int:
-    """The largest number of query heads per key head in shapes (B, H, T, K).
-
-    Raises:
-        ValueError: a shape whose heads cannot share ``kv_heads`` evenly.
-    """
+def check_sharing(shapes: Sequence[tuple[int, ...]], kv_heads: int) -> None:
+    """Raise ValueError for a shape (B, H, T, K) whose heads cannot share ``kv_heads`` evenly."""
     for shape in shapes:
         if shape[1] % kv_heads:
             raise ValueError(f"--kv-heads: expected a divisor of the {shape[1]} heads of {shape}, got {kv_heads}")
-    return max(shape[1] // kv_heads for shape in shapes)
-
-
-def few_heads(shared: int) -> tuple[int, int]:
-    """The numbers of query heads (at least four) and key heads for comparing errors, ``shared`` per key head."""
-    kv_heads = math.ceil(4 / shared)
-    return shared * kv_heads, kv_heads
 
 
 def of_kv_heads(result: Result) -> str:
@@ -262,12 +254,12 @@ def preface(result: Result, *more: str) -> list[str]:
 
 def error_lines(result: Result, names: Sequence[str]) -> list[str]:
     """The lines of a table that show the errors of those of the outputs and gradients ``names`` that have any."""
-    names = [name for name in names if any(name in each for each in result["errors"])]
-    cells = ([e.get(n, "-") for n in ("name", "K", *names)] for e in result["errors"])
+    columns = [n for n in ("H", "K", *names) if any(n in each for each in result["errors"])]
+    cells = ([e.get(n, "-") for n in ("name", *columns)] for e in result["errors"])
     return [
         "### Errors against float64 on the same bf16 inputs, T = 2048",
         "",
-        *markdown_table(["", "K", *names], cells),
+        *markdown_table(["", *columns], cells),
     ]
 
 

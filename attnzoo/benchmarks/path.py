@@ -34,7 +34,6 @@ from attnzoo.benchmarks.measure import (
     copy_bandwidth,
     describe_versions,
     error_lines,
-    few_heads,
     finish,
     keeper,
     load_peer,
@@ -98,16 +97,14 @@ def contenders() -> tuple[list[Contender], list[str]]:
     return found, missing
 
 
-def errors(peer: Contender, K: int, T: int = 2048, *, shared: int = 1) -> dict[str, float]:
-    """The errors of output and gradients against float64 on the same bf16 inputs, with ``shared`` query heads per key
-    head."""
-    heads, kv_heads = few_heads(shared)
+def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | None = None) -> dict[str, float]:
+    """The errors of output and gradients against float64 on the same bf16 inputs."""
 
     def exact(x: Inputs) -> Tensor:
         beta = x.beta if peer.reads("beta") else torch.zeros_like(x.beta)
         return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if peer.reads("g") else None)
 
-    return compare(peer, draw(1, heads, T, K, kv_heads=kv_heads), exact)
+    return compare(peer, draw(1, H, T, K, kv_heads=kv_heads), exact)
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:
@@ -150,6 +147,8 @@ def run(
     print(result, flush=True)
 
     def kept(x: Inputs) -> Result:
+        if not any("pruned" in peer.name for peer in peers):
+            return {}
         share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
         return {"kept": round(share.mean().item(), 4)}
 
@@ -177,7 +176,11 @@ def table(result: Result) -> str:
         return [*ratios, f"{r['extra_GiB']:.2f}"]
 
     columns = ("times faster than FLA", "time / our FoX", "extra memory GiB")
-    lines += shape_tables(result, columns, cells, lambda r: f"; PaTH-FoX's pruning keeps {r['kept']:.3f} of the blocks")
+
+    def kept(r: Result) -> str:
+        return f"; PaTH-FoX's pruning keeps {r['kept']:.3f} of the blocks" if "kept" in r else ""
+
+    lines += shape_tables(result, columns, cells, kept)
     if result["decode"]:
         lines += [
             "### One token after S cached ones (floor: keys read and written in float32, values and gates read)",

@@ -88,7 +88,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: 
     print(result, flush=True)
     race(
         result, chosen(found, only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),
-        errors=lambda peer, K: errors(peer, draw(1, 4, 2048, K)), common=lambda x: {},
+        errors=lambda peer, H, K: errors(peer, draw(1, H, 2048, K)), common=lambda x: {},
         times=lambda peer, x: time_and_memory(peer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
     finish(out, result, table)

@@ -142,6 +142,11 @@ def test_a_gpt_is_trained_with_each_variant_in_the_same_blocks(tmp_path: Path, m
     again = json.loads((tmp_path / "speed/results.json").read_text())["rows"]
     assert sorted(row["name"] for row in again if row["ms"] < 0) == ["FLA's fox, TileLang", "FLA's fox, Triton", "gla"]
     assert [row for row in again if row["ms"] > 0] == result["rows"]
+    few = run("gpt", *words, "--only", "nope", "--mode", "compiled", "--out", "few")
+    assert few.exit_code == 0, few.output
+    assert json.loads((tmp_path / "few/results.json").read_text())["rows"] == []  # the only mode here is eager
+    ran = run("gpt", *words, "--mode", "graphs")
+    assert "expected eager or compiled with --device cpu, got 'graphs'" in ran.output + str(ran.exception)
     ran = run("gpt", *words, "--resume", "--batch", "3")
     assert str(ran.exception).startswith("--resume: expected the sizes {'batch': 3, ")
     assert str(run("gpt", *words, "--resume", "--out", "other").exception).startswith("--resume: expected 'other")
@@ -305,7 +310,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     peers = [Contender(name) for name in ("first", "second", "third")]
     with pytest.raises(KeyboardInterrupt):
         measure.race(
-            {}, peers, [(1, 2, 3, 4)], 60.0, draw=lambda *shape: None, errors=lambda peer, K: {"o": 0.0},
+            {}, peers, [(1, 2, 3, 4)], 60.0, draw=lambda *shape: None, errors=lambda peer, H, K: {"o": 0.0},
             limits={"o": 1.0}, common=lambda x: {}, times=times, keep=measure.keeper(tmp_path / "out", table),
         )  # fmt: skip
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
@@ -321,7 +326,8 @@ def test_a_race_draws_and_compares_with_shared_keys(kv_heads: int | None) -> Non
     def drawn(*shape: int, **heads: int) -> None:
         asked.append(heads)
 
-    def errors(peer: Runner, K: int, **heads: int) -> dict[str, float]:
+    def errors(peer: Runner, H: int, K: int, **heads: int) -> dict[str, float]:
+        assert (H, K) == (6, 64)
         asked.append(heads)
         return {"o": 0.0}
 
@@ -330,16 +336,15 @@ def test_a_race_draws_and_compares_with_shared_keys(kv_heads: int | None) -> Non
         result, [Runner("right")], [(1, 6, 8, 64)], 60, draw=drawn, errors=errors, limits={"o": 0.1}, kv_heads=kv_heads,
         common=lambda x: {}, times=lambda peer, x: {}, keep=lambda result: None,
     )  # fmt: skip
-    assert asked == ([{}, {}] if kv_heads is None else [{"kv_heads": 2}, {"shared": 3}])
+    assert asked == [{} if kv_heads is None else {"kv_heads": 2}] * 2
     assert result.get("kv_heads") == kv_heads
 
 
 def test_key_heads_divide_the_heads_of_every_shape() -> None:
     shapes = [(1, 24, 8, 16), (1, 16, 8, 16)]
-    assert [measure.sharing(shapes, n) for n in (8, 4)] == [3, 6]
-    assert [measure.few_heads(n) for n in (1, 2, 3, 8)] == [(4, 4), (4, 2), (6, 2), (8, 1)]
+    measure.check_sharing(shapes, 8)
     with pytest.raises(ValueError, match=r"--kv-heads: expected a divisor of the 16 heads of \(1, 16, 8, 16\), got 6"):
-        measure.sharing(shapes, 6)
+        measure.check_sharing(shapes, 6)
 
 
 @dataclass(frozen=True)
@@ -349,11 +354,11 @@ class Runner:
 
 
 def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    """One check per contender and head dim; the wrong and the broken get no row, and what is out of place none here."""
-    checks: list[tuple[str, int]] = []
+    """One check per contender and size of heads; wrong and broken ones get no row, what is out of place none here."""
+    checks: list[tuple[str, int, int]] = []
 
-    def errors(peer: Runner, K: int) -> dict[str, float]:
-        checks.append((peer.name, K))
+    def errors(peer: Runner, H: int, K: int) -> dict[str, float]:
+        checks.append((peer.name, H, K))
         return {"o": peer.error if peer.name != "broken" else 1 / 0}
 
     def times(peer: Runner, x: tuple[int, ...]) -> dict[str, Any] | None:
@@ -374,8 +379,10 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
         ("short", 8, 8, 0.5),
         ("right", 16, 16, 0.5),
     ]
-    assert checks == [(p.name, 64) for p in peers]
-    assert [e["o"] for e in result["errors"]] == ["0.0e+00", "2.0e-01", "0.0e+00"]
+    assert checks == [(p.name, 2, 64) for p in peers]
+    measure.race({}, peers[:1], [*shapes, (1, 4, 8, 64)], 60, draw=lambda *shape: shape, times=times, **options)
+    assert checks[len(peers) :] == [("right", 2, 64), ("right", 4, 64)]
+    assert [(e["H"], e["o"]) for e in result["errors"]] == [(2, "0.0e+00"), (2, "2.0e-01"), (2, "0.0e+00")]
     said = capsys.readouterr().out
     assert "WRONG: not timed" in said
     assert "ZeroDivisionError" in said
@@ -393,6 +400,7 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
         "| right | 64 | 1e-3 | - |",
         "| other | 64 | - | 2e-3 |",
     ]
+    assert measure.error_lines({"errors": [{**known[0], "H": 2}]}, ("o",))[-1] == "| right | 2 | 64 | 1e-3 |"
 
 
 def test_gates_as_trained_are_constant_and_mostly_local(tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ def test_pruned_time_is_compared_with_what_is_kept() -> None:
         {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows[1:2], "errors": []}
     )
     assert "1.150" not in alone
+    rows = [{name: value for name, value in row.items() if name != "kept"} for row in rows[:1]]
+    unpruned = fox.table(
+        {"machine": measure.describe_versions(), "matmul_tflops": 1.0, "missing": [], "rows": rows, "errors": []}
+    )
+    assert "### (B, H, T, K) = (1, 2, 4, 8)\n" in unpruned
 
 
 def test_rows_of_a_race_say_what_the_peer_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +75,7 @@ def test_rows_of_a_race_say_what_the_peer_took(monkeypatch: pytest.MonkeyPatch) 
         ran.clear()
         return found
 
-    def errors(peer: attention.Contender, K: int) -> dict[str, float]:
+    def errors(peer: attention.Contender, H: int, K: int) -> dict[str, float]:
         ran.append("flash_qla")
         return {}
 
@@ -93,8 +98,8 @@ def test_rows_of_a_race_say_what_the_peer_took(monkeypatch: pytest.MonkeyPatch) 
     assert {shape[2] for shape in path.SHAPES} >= {1024, 2048, 4096, 16384}
 
 
-@pytest.mark.parametrize("shared", [1, 2, 3])
-def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("H", "shared"), [(4, 1), (4, 2), (6, 3)])
+def test_kernels_that_cannot_share_keys_get_them_repeated(H: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same errors, and gradients of the heads that there are."""
     monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
     heads: set[int] = set()
@@ -106,7 +111,8 @@ def test_kernels_that_cannot_share_keys_get_them_repeated(shared: int, monkeypat
         return o.transpose(1, 2) if head_first else o
 
     alone = attention.Contender("alone", functools.partial(call, head_first=True), head_first=True, shares=False)
-    found = [fox.errors(peer, 16, 64, shared=shared) for peer in (attention.Contender("shares", call), alone)]
+    peers = (attention.Contender("shares", call), alone)
+    found = [fox.errors(peer, H, 16, 64, kv_heads=H // shared) for peer in peers]
     assert heads == {1, shared}
     assert list(found[0]) == list(found[1]) == ["o", "dq", "dk", "dv", "dg"]
     for errors in found:
@@ -128,7 +134,7 @@ def test_paths_errors_with_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         heads.append(x.k.shape[2])
         return path_reference(x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g)
 
-    errors = path.errors(attention.Contender("PaTH-FoX", call, "q k v w beta g"), 16, 64, shared=3)
+    errors = path.errors(attention.Contender("PaTH-FoX", call, "q k v w beta g"), 6, 16, 64, kv_heads=2)
     assert heads == [2]
     assert set(errors) == set(path.ERRORS)
     assert max(errors.values()) < path.LIMIT
@@ -150,7 +156,7 @@ def test_gates_in_keys_have_the_gradient_of_16_bits_and_are_timed(monkeypatch: p
     monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
     form = get("fox").forms["sdpa"]
     peer = attention.Contender(f"SDPA, {fox.IN_KEYS}", lambda x: form(x.q, x.k, x.v, Gate(log_decay=x.g)))
-    found = fox.errors(peer, 16, 256)
+    found = fox.errors(peer, 4, 16, 256)
     assert list(found) == ["o", "dq", "dk", "dv", fox.IN_16_BITS]
     assert all(error <= fox.LIMITS[name] for name, error in found.items()), found
 
