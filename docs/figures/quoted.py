@@ -165,6 +165,23 @@ def of_context(folder: str, context: int, key: str) -> Any:
     return row[key]
 
 
+def step_ms(folder: str, context: int) -> float:
+    """Milliseconds of a training step without pruning, of a record of `bench acp`."""
+    tokens = of_context(folder, context, "batch") * context
+    return float(1e3 * tokens / np.median(of_context(folder, context, "plain")))
+
+
+def attention_ms(folder: str, context: int, kind: str = "plain_ms") -> float:
+    """Milliseconds of such a step that attention takes forward and backward, or with pruning would (`pruned_ms`): those
+    of its forward kernels, times what the step grows by from the shortest context to the longest over what they grow
+    by, as nothing else in a step of equally many tokens grows."""
+    contexts = [row["context"] for row in run(folder)["rows"]]
+    first, last = min(contexts), max(contexts)
+    step = step_ms(folder, last) - step_ms(folder, first)
+    kernels = of_context(folder, last, "plain_ms") - of_context(folder, first, "plain_ms")
+    return float(of_context(folder, context, kind) * step / kernels)
+
+
 def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> float:
     """What an arm gains over its base at a size of several, the smallest first; with ``at`` -1 the p of its change."""
     rows = gains_by_size(find(experiment), [outcome(experiment, size) for size in sizes])
@@ -278,7 +295,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
-        copied, weights, gained_after, gains_after,
+        step_ms, attention_ms, copied, weights, gained_after, gains_after,
     )
 }  # fmt: skip
 

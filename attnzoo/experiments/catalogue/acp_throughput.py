@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         "contexts of 4096, 8192 and 16,384 tokens with as many tokens a step, with the gates that these runs learn in "
         "120 steps: how fast, what is kept, and what it costs in loss. Speeds compare where each GPU trains one model "
         "at a time: `--jobs` with the number of GPUs; the smallest model waits for the host, and what the GPU alone "
-        "gains is `attnzoo bench acp`'s. Heads that look back and needles that are found take more steps: `steps=950`."
+        "gains is `attnzoo bench acp`'s. Heads that look back take more steps: after `steps=950` such models copy."
     ),
     arms=tuple(
         Arm(name_of(kind, T), "fox", options, settings=(f"data.context_length={T}", f"batch_size={65536 // T}"))
@@ -99,7 +99,7 @@ EXPERIMENT = Experiment(
             "kernels would take 5, 9 and 18 ms of it, and 2 ms with pruning, by the times that `bench acp` has of 25 "
             "million weights and four times the heads. Speeds have a standard deviation of 5% between seeds, by which "
             "a gain under 28% would mostly go unseen. After 120 steps gates forget about as they began. Of blocks of "
-            "128 rows by 64 keys 10.2%, 5.1% and 2.5% are kept, little more than each row's own block and the 64 keys "
+            "128 rows by 64 keys 10.1%, 5.1% and 2.5% are kept, little more than each row's own block and the 64 keys "
             "before it, 9.0%, 4.6% and 2.3%: all heads are local, in all layers, for every eps. After 950 steps such "
             "a model keeps three times as many of 4096 tokens (`pairs`). So these could not but confirm that half is "
             "dropped, that the first layers are local and that a larger eps saves little, and could have no global "
