@@ -110,20 +110,22 @@ class GateAffine(PreciseModule):
         if self.bias is not None and self.start is not None:
             nn.init.constant_(self.bias, self.start)
 
-    def forward(self, x: Tensor, product: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """``W x + b``; with a bias in at least float32, added to the product in float32 where x has 16 bits.
 
         Args:
             x: ``[..., inputs]``.
-            product: ``W x`` where it is known.
         """
         bias = self.bias
-        if product is not None:
-            return product if bias is None else product + bias
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if bias is None or (x.dtype == bias.dtype and not autocast):
             return F.linear(x, self.weight, bias)
-        return self.unbiased(x) + bias
+        return self.biased(self.unbiased(x))
+
+    def biased(self, product: Tensor) -> Tensor:
+        """``W x + b`` of the product ``W x``."""
+        bias = self.bias
+        return product if bias is None else product + bias
 
     def unbiased(self, x: Tensor) -> Tensor:
         """``W x``, in the dtype of x."""

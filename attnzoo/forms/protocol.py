@@ -202,10 +202,8 @@ class Forms:
             return f"there is no {form} form (there is {', '.join(self.forms)})"
         if kernel is not None and call.keeps_state and kernel.extend is None:
             return f"the {form} form serves whole sequences and keeps no state"
-        asked = tuple(call.options)
-        taken = self._taken(form, call.keeps_state) if asked else ()
-        for name in asked:
-            if name not in taken:
+        for name in call.options:
+            if name not in (taken := self._taken(form, call.keeps_state)):
                 return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
         if kernel is None:
             return ""

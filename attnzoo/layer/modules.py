@@ -373,7 +373,7 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""
         known = stream.products.get(name)
-        a = (self.proj(hidden) if known is None else self.proj(hidden, known)).sigmoid().to(x.dtype)[..., None]
+        a = (self.proj(hidden) if known is None else self.proj.biased(known)).sigmoid().to(x.dtype)[..., None]
         heads = (self.heads, -1)
         shifted: Tensor = x.unflatten(-1, heads).lerp(stream.before(name, x).unflatten(-1, heads), a).flatten(-2)
         return shifted

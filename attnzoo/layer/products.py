@@ -45,7 +45,10 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
 
     Thin maps, of gates, are one product; wide ones are taken where a gradient is recorded, for its sums.
     """
-    weights: dict[str, Any] = {name: part.weight for name, part in maps.items() if untouched(part) and _plain(part)}
+    weights: dict[str, Any] = {
+        name: part.weight for name, part in maps.items()
+        if untouched(part) and (type(part) is GateAffine or (type(part) is nn.Linear and part.bias is None))
+    }  # fmt: skip
     if not weights or not on_kernels(impl, x, *weights.values()):
         return {}
     thin = [name for name, part in maps.items() if type(part) is GateAffine]
@@ -60,13 +63,8 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(x.device.type)
         x, of = x.to(dtype), [one.to(dtype) for one in of]
-    if (len(of) < 2 and not thin) or any(one.dtype != x.dtype for one in of):
+    if (len(of) < 2 and not thin) or {one.dtype for one in of} != {x.dtype}:
         return {}
     made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]  # type: ignore[no-untyped-call]
     parts = made.pop().split([len(weights[name]) for name in thin], -1) if thin else ()
     return dict(zip([*wide, *thin], [*made, *parts], strict=True))
-
-
-def _plain(part: nn.Module) -> bool:
-    """Whether a map is its weight, but for the bias of a gate."""
-    return type(part) is GateAffine or (type(part) is nn.Linear and part.bias is None)

@@ -23,7 +23,7 @@ def attention_gradients(forward: NamedOp[Any, Any], backward: NamedOp[Any, Any],
     def differentiate(x: Any, made: Any, grads: Any, asked: set[str]) -> dict[str, Any]:
         unrounded = not asked.isdisjoint(receivers.values())
         places = receivers if unrounded else {}
-        needed = wanted(*(places.get(name, name) in asked for name in operands))
+        needed = wanted(*[places.get(name, name) in asked for name in operands])
         if (grads.o is None and grads.row_lse is None) or not any(needed):
             return {}
         do = torch.zeros_like(made.o) if grads.o is None else grads.o

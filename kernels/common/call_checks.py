@@ -19,6 +19,7 @@ from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
+IMPLS = get_args(Impl)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST = 1024  # kinds of calls that are remembered
 _said: set[tuple[str, str]] = set()
@@ -157,8 +158,8 @@ def refuse_receivers(receivers: tuple[Tensor, ...] | None, why: str) -> None:
 
 def pick_implementation(function: str, impl: str, why: str) -> str:
     """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
-    if impl not in (known := get_args(Impl)):
-        raise ValueError(f"impl: expected one of {', '.join(known)}, got {impl!r}{did_you_mean(impl, known)}")
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLS)}, got {impl!r}{did_you_mean(impl, IMPLS)}")
     if impl == "triton" and why:
         error = ImportError if "installed" in why else ValueError
         raise error(f"impl: 'triton' cannot run here: {why}")

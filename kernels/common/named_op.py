@@ -130,7 +130,7 @@ class NamedOp(Generic[Inputs, Outputs]):
 
         def save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
             made = (output,) if isinstance(output, Tensor) else output
-            ctx.save_for_backward(*(inputs[i] for i in of_inputs), *(made[i] for i in of_outputs))
+            ctx.save_for_backward(*[inputs[i] for i in of_inputs], *[made[i] for i in of_outputs])
             ctx.given = [None if isinstance(x, Tensor) else x for x in inputs]
             ctx.set_materialize_grads(False)
 

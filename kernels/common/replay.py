@@ -348,7 +348,7 @@ class _Recording:
                         pointers.append(tensors[-1].data_ptr())
                 else:
                     tensors[step] = None
-        return [None if x is None else _seen(tensors, x) for x in self._returned]
+        return [x if x is None else tensors[x.of] if x.whole else _seen(tensors, x) for x in self._returned]
 
 
 def _same(a: Tensor | None, b: Tensor | None, partly: bool) -> bool:

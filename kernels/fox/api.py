@@ -140,7 +140,7 @@ def fox_attention(
             )
         return (o, lse) if return_lse else o
     op = _op()
-    q, k, v = (addressable(x) for x in (q, k, v))
+    q, k, v = addressable(q), addressable(k), addressable(v)
     keys = None if keys is None else addressable(keys)
     operands = FoxOperands(q, k, v, per_head(log_decay), per_head(sink), options.of_op(q.shape[3]), keys, rule)
     if not backward:
@@ -180,7 +180,7 @@ def kept_fraction(
 
 def _op() -> ModuleType:
     """The module that needs Triton."""
-    from . import op
+    import attnzoo.kernels.fox.op as op  # not from a package: that is looked up again at each call
 
     return op
 

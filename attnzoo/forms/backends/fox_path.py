@@ -66,7 +66,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         receivers: tuple[Tensor, ...] | None = None, retention: Retention | None = None,
     ) -> tuple[Output, KVCache]:  # fmt: skip
         """The output and the new cache; padded rows run packed from an empty state, or masked over a cache."""
-        from attnzoo.kernels.fox import fox_attention
+        from attnzoo.kernels.fox.api import fox_attention
 
         kernel: Callable[..., Output] = fox_attention
         _refuse_both(given)
@@ -105,7 +105,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         return kernel(q, k, values, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
-        from attnzoo.kernels.fox import triton_unavailable
+        from attnzoo.kernels.fox.api import triton_unavailable
 
         if call.state is not None and _padded(call) and expects_gradient(call):
             return "a step over padding has no gradient in the triton form (run it under torch.no_grad())"
@@ -180,7 +180,7 @@ def path_kernel(decaying: bool = False) -> Kernel:
         return (o, lse) if given.return_lse else o, after
 
     def refuses(call: Call) -> str:
-        from attnzoo.kernels.path import triton_unavailable
+        from attnzoo.kernels.path.api import triton_unavailable
 
         if call.state is not None and expects_gradient(call):
             return NO_GRADIENT
@@ -237,7 +237,7 @@ def whole_path(
 ) -> Output:
     """The output of the fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed, and
     then there are no ``receivers`` (see ``path_attention``)."""
-    from attnzoo.kernels.path import path_attention
+    from attnzoo.kernels.path.api import path_attention
 
     gate = gate.per_token(q).map(single)
     attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=given.keep_carries)

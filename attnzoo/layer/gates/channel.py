@@ -79,7 +79,7 @@ class SoftplusDiagonal(GateProjection):
 
     def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``known``: the product of the first map."""
-        low = self.channel_down(x) if known is None else self.channel_down(x, known)
+        low = self.channel_down(x) if known is None else self.channel_down.biased(known)
         return DecayLogits(self.channel_up(low), self.channel_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:

@@ -100,7 +100,7 @@ class ForgetGate(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         known = stream.products.get(self.known)
-        g = F.logsigmoid(wide(self.forget_proj(x) if known is None else self.forget_proj(x, known)))
+        g = F.logsigmoid(wide(self.forget_proj(x) if known is None else self.forget_proj.biased(known)))
         return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
 
 
@@ -209,7 +209,7 @@ class SoftplusDecay(StepSize):
 
     def logits(self, x: Tensor, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``known``: the product of the map."""
-        step = self.dt_proj(x) if known is None else self.dt_proj(x, known)
+        step = self.dt_proj(x) if known is None else self.dt_proj.biased(known)
         return DecayLogits(step, self.dt_bias, self.log_a, opposite=True)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:

@@ -52,7 +52,7 @@ class LowRankDiagonal(GateProjection):
     def logits(self, x: Tensor, apart: bool = True, known: Tensor | None = None) -> DecayLogits:
         """The logits from which the decays of x are computed; ``apart``: their bias comes beside them; ``known``: the
         product of the first map."""
-        low = x if self.down is None else self.down(x) if known is None else self.down(x, known)
+        low = x if self.down is None else self.down(x) if known is None else self.down.biased(known)
         return DecayLogits(*product(self.up, low, apart), factor=1 / self.temperature)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
@@ -121,7 +121,7 @@ class DeltaRule(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         known = stream.products.get(self.known)
-        logits = self.beta_proj(x) if known is None else self.beta_proj(x, known)
+        logits = self.beta_proj(x) if known is None else self.beta_proj.biased(known)
         beta = by_factor(wide(logits).sigmoid(), -1, self.factors)
         if self.allow_neg_eigval:
             beta = 2 * beta
