@@ -56,25 +56,25 @@ def dealt(rows: Rows, fragments: Fragments) -> tuple[Rows, Tensor | None]:
 
     gate = Gate(**{name: part(name) for name in rows.gate.parts})
     q, k, v = map(ordered, (rows.q, rows.k, rows.v))
-    return Rows(q, k, v, gate, _per_head(rows.options, lambda x: x[heads])), heads
+    return Rows(q, k, v, gate, _per_head(rows.options, lambda x: x[heads], ordered)), heads
 
 
 def by_heads(rows: Rows, fragments: Fragments) -> Rows:
     """The inputs of all tokens for this rank's share of the heads."""
     H, W = rows.q.shape[2], fragments.ranks
-    options = _per_head(rows.options, lambda x: _share(x, fragments))
-    if (write := getattr(options, "write", None)) is not None:
-        options = replace(options, write=_to_heads(_divisible(write, H, W), fragments))
+
+    def shared(x: Tensor) -> Tensor:
+        return _to_heads(_divisible(x, H, W), fragments)
 
     def part(name: str) -> Tensor:
         x = getattr(rows.gate, name)
         if x.ndim == 1:  # of every token: a number per head, or angles for all of them
             return _share(x, fragments) if name == "log_decay" else x
         alike = x.shape[2] == 1 and PARTS[name].per_query_head  # all heads
-        return _to_heads(x if alike else _divisible(x, H, W), fragments)
+        return _to_heads(x, fragments) if alike else shared(x)
 
-    q = _to_heads(rows.q, fragments)
-    k, v = (_to_heads(_divisible(x, H, W), fragments) for x in (rows.k, rows.v))
+    q, k, v = map(shared, (rows.q, rows.k, rows.v))
+    options = _per_head(rows.options, lambda x: _share(x, fragments), shared)
     return Rows(q, k, v, Gate(**{name: part(name) for name in rows.gate.parts}), options)
 
 
@@ -107,10 +107,11 @@ def _divisible(x: Tensor, heads: int, ranks: int) -> Tensor:
     return x if x.shape[2] % ranks == 0 else expand_heads(x, heads)
 
 
-def _per_head(options: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """The options with ``fn`` of each that has a number per query head."""
-    given = {name: getattr(options, name, None) for name in ("sink", "logit_bound")}
-    return replace(options, **{name: fn(x) for name, x in given.items() if x is not None})
+def _per_head(options: Any, fn: Callable[[Tensor], Tensor], of_rows: Callable[[Tensor], Tensor]) -> Any:
+    """The options with ``fn`` of each that has a number per query head, and ``of_rows`` of write strengths."""
+    made = {"sink": fn, "logit_bound": fn, "write": of_rows}
+    given = {name: getattr(options, name, None) for name in made}
+    return replace(options, **{name: made[name](x) for name, x in given.items() if x is not None})
 
 
 def _share(x: Tensor, fragments: Fragments) -> Tensor:

@@ -57,9 +57,10 @@ class Run:
             own = self.fragments
             *rows, gate = self.inputs
             local = gate.map(lambda part: part if part.ndim == 1 else own.shard(part))
+            options = {name: own.shard(x) if name == "write" else x for name, x in self.options.items()}
 
             def form(q, k, v, gate):
-                return self._form(q, k, v, gate, fragments=own, transport=self.transport, **self.options)
+                return self._form(q, k, v, gate, fragments=own, transport=self.transport, **options)
 
             return self._run(form, (*own.shard(*rows), local), own.shard)
 
@@ -144,7 +145,10 @@ def test_with_heads_exchanged_or_documents_whole_any_number_of_ranks_gives_the_s
         assert all(torch.equal(got, one) for got, one in zip(found[ranks], found[1], strict=True))
 
 
-@pytest.mark.parametrize(("name", "H", "G"), [("fox", 4, 4), ("fox", 4, 1), ("path_fox", 8, 4), ("alibi", 4, 2)])
+@pytest.mark.parametrize(
+    ("name", "H", "G"),
+    [("fox", 4, 4), ("fox", 4, 1), ("path_fox", 8, 4), ("alibi", 4, 2), ("mamba2", 4, 1), ("gated_deltanet", 8, 4)],
+)
 def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name, H, G, monkeypatch):
     fragments, dealt = Fragments.zigzag([0, 9, T], 2), []
     *rows, gate = random_inputs(name, B=1, T=T, H=H, G=G, K=4, V=3, regime="open", seed=3)
@@ -155,6 +159,8 @@ def test_heads_are_dealt_by_what_pruning_keeps_and_come_back_in_their_order(name
             decays[:, fragments.index(number)] += torch.linspace(-sign, sign, H) / fragments.count(number)
     gate = replace(gate, log_decay=decays)
     options = {"prune": Prune(1e-30), "sink": torch.linspace(-1, 1, H, dtype=torch.float64)}
+    if get(name).side == "linear":
+        options = {"prune": Prune(1e-30), "write": torch.rand(1, T, max(G, 4), dtype=torch.float64)}
     deal = attention.dealt
     monkeypatch.setattr(attention, "dealt", lambda *given: dealt.append(deal(*given)) or dealt[-1])
     compare(Run(name, fragments, (*rows, gate), options, "heads"))
