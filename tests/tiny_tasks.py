@@ -31,6 +31,21 @@ def done_when_told_to_stop(ready: Path) -> None:
         time.sleep(0.01)
 
 
+def puts_away_what_it_holds(ready: Path, gone: Path) -> None:
+    """As PyTorch's compiler in the midst of its work."""
+    try:
+        ready.touch()
+        time.sleep(600)
+    finally:
+        gone.touch()
+
+
+def deaf(ready: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(600)
+
+
 def fails_after(ready: Path) -> None:
     while not ready.exists():
         time.sleep(0.01)

@@ -15,6 +15,7 @@ from multiprocessing import connection, get_context
 from typing import Any
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
+PATIENCE = 60  # seconds that a stopped process has to put away what it holds: a checkpoint, semaphores of PyTorch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch when it is imported
 
 
@@ -35,7 +36,8 @@ def run_tasks(
         tasks: label -> a function of a module and its arguments, as :func:`functools.partial` makes them; what it
             prints is dropped, and progress comes in lines, not as a bar.
         jobs: processes at a time.
-        until: the time by `time.monotonic` at which remaining tasks are dropped and running ones are stopped.
+        until: the time by `time.monotonic` at which remaining tasks are dropped and running ones are stopped: by
+            SIGTERM, and killed where that does not end them in a minute.
         after: label -> labels of tasks that must be done before; the others start in the order of `tasks`.
         gpus: the number of GPUs that the processes are spread over, each of which then sees one; 1 changes nothing, nor
             does a single process.
@@ -86,6 +88,8 @@ def run_tasks(
                 worker.channel.close()  # an idle worker ends when its channel closes
                 worker.process.terminate()
             for worker in workers:
+                worker.process.join(PATIENCE)
+                worker.process.kill()
                 worker.process.join()
 
 
@@ -135,12 +139,14 @@ class _Lines(io.TextIOWrapper):
 
 
 def _work(channel: connection.Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     with open(os.devnull, "w") as sys.stdout:
         try:
             while True:
                 channel.send(_failure(channel.recv()))
         except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent has closed the channel or ended
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending
             sys.exit(130)
 
 

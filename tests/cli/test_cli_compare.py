@@ -103,6 +103,18 @@ def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> No
     assert ended.wait(60)
 
 
+def test_a_run_that_is_stopped_puts_away_what_it_holds_or_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, gone = tmp_path / "ready", tmp_path / "gone"
+    for task in (partial(tiny_tasks.puts_away_what_it_holds, ready, gone), partial(tiny_tasks.deaf, ready)):
+        with pytest.raises(ChildProcessError, match="third: it failed"):
+            list(processes.run_tasks({"held": task, "third": partial(tiny_tasks.fails_after, ready)}, 2))
+        assert gone.exists()
+        ready.unlink()
+        monkeypatch.setattr(processes, "PATIENCE", 0.1)
+
+
 def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     tasks = {
