@@ -125,13 +125,15 @@ class Contender:
 
 
 def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> dict[str, float]:
-    """The errors of output and gradients against ``exact`` on the same inputs in float64."""
-    results = []
-    for y, attend in ((x.map(Tensor.double), exact), (peer.taken(x), peer.attend)):
+    """The errors of output and gradients against ``exact`` on the same inputs in float64, which gets row by row."""
+
+    def outcome(y: Inputs, attend: Callable[[Inputs], Tensor]) -> list[Tensor]:
         leaves = [leaf.requires_grad_() for leaf in peer.tensors(y)]
         o = attend(y)
-        results.append([o.detach(), *torch.autograd.grad(o, leaves, y.do)])
-    want, got = results
+        return [o.detach(), *torch.autograd.grad(o, leaves, y.do)]
+
+    rows = [outcome(x.map(lambda y: y[n : n + 1].double()), exact) for n in range(len(x.q))]  # noqa: B023
+    want, got = [torch.cat(each) for each in zip(*rows, strict=True)], outcome(peer.taken(x), peer.attend)
     got = [y.transpose(1, 2) for y in got] if peer.head_first else got
     names = ["o", *(f"d{name}" for name in peer.leaves.split())]
     return {name: relative(a, b) for name, a, b in zip(names, got, want, strict=True)}

@@ -58,6 +58,7 @@ from attnzoo.files import run_file
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.fox.plan import SEARCHED_WORK
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.registry import get
 
@@ -225,7 +226,7 @@ class FlexFox:
 
 
 def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | None = None) -> dict[str, float]:
-    """The errors of output and gradients against float64 on the same bf16 inputs."""
+    """The errors of output and gradients against float64 on the same bf16 inputs, which are enough for pruning."""
 
     def exact(x: Inputs) -> Tensor:
         retention = Retention(x.r, FORGETS) if peer.reads("r") else None
@@ -233,7 +234,8 @@ def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | No
         gates = x.g if peer.reads("g") else None
         return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
-    found = compare(peer, draw(1, H, T, K, kv_heads=kv_heads), exact)
+    B = math.ceil(SEARCHED_WORK / (H * T * T * K)) if "pruned" in peer.name else 1
+    found = compare(peer, draw(B, H, T, K, kv_heads=kv_heads), exact)
     return {IN_16_BITS if name == "dg" and IN_KEYS in peer.name else name: error for name, error in found.items()}
 
 

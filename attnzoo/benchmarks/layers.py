@@ -6,7 +6,8 @@ Layers as ``build_attention`` makes them, of H heads of K channels, in bfloat16 
 ``auto`` picks, and is named. Forget gates are those of fox.py (three quarters of the heads decay within 8 to 256
 tokens); a layer that can prune is measured with pruning too. Each is checked against itself in float64 on the reference
 form before it is timed: its output and the gradient of its input may have twice the error of the reference form in
-bfloat16. Writes results.json and results.md.
+bfloat16. The check has 512 tokens, where FoX's kernels do not look for what to prune: ``bench fox`` checks that. Writes
+results.json and results.md.
 
 One-Pass Forgetting stands beside them in its two phases of training, with the loss terms of its network, and so does a
 window of as many tokens as the kernels' bench has.

@@ -119,6 +119,26 @@ def test_kernels_that_cannot_share_keys_get_them_repeated(H: int, shared: int, m
         assert all(error < fox.LIMITS[name] for name, error in errors.items())
 
 
+def test_what_prunes_is_checked_with_as_many_texts_as_make_it_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them against float64, so that an error in one row is seen."""
+    monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
+    monkeypatch.setattr(fox, "SEARCHED_WORK", 2.5 * 4 * 64 * 64 * 16)
+
+    def call(x: attention.Inputs, wrong: int | None = None) -> torch.Tensor:
+        o = fox_reference(x.q, x.k, x.v, log_decay=x.g)
+        given.append(len(o))
+        return o if wrong is None else torch.cat([o[:wrong], 2 * o[wrong : wrong + 1], o[wrong + 1 :]])
+
+    for name, rows in (("ours", 1), ("ours, pruned (tail)", 3)):
+        given: list[int] = []
+        found = fox.errors(attention.Contender(name, call), 4, 16, 64)
+        assert given == [rows]
+        assert all(error < fox.LIMITS[each] for each, error in found.items())
+        for row in range(rows):
+            found = fox.errors(attention.Contender(name, functools.partial(call, wrong=row)), 4, 16, 64)
+            assert found["o"] > fox.LIMITS["o"]
+
+
 def test_inputs_with_shared_keys() -> None:
     x, y = fox.draw(1, 6, 8, 16, kv_heads=2, device="cpu"), path.draw(1, 6, 8, 16, kv_heads=2, device="cpu")
     assert [t.shape[2] for t in (x.q, x.k, x.v, x.g, x.do)] == [6, 2, 2, 6, 6]
