@@ -188,7 +188,8 @@ def race(
     if kv_heads is not None:
         result["kv_heads"] = kv_heads
         check_sharing(shapes, kv_heads)
-        draw, errors = (functools.partial(each, kv_heads=kv_heads) for each in (draw, errors))
+        draw = functools.partial(draw, kv_heads=kv_heads)
+        errors = functools.partial(errors, kv_heads=kv_heads)
     deadline = time.time() + seconds
     result |= {"errors": [], "rows": []}
     missing: list[str] = result.setdefault("missing", [])

@@ -240,7 +240,8 @@ def test_rows_of_the_peer_say_whose_kernels_ran(monkeypatch: pytest.MonkeyPatch)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     found = {one.name: one for one in fox.contenders(None)[0]}
-    x = attention.Inputs(*torch.randn(4, 1, 20, 2, 16).unbind(), -torch.rand(1, 20, 2))
+    q, k, v, do = torch.randn(4, 1, 20, 2, 16).unbind()
+    x = attention.Inputs(q, k, v, do, -torch.rand(1, 20, 2))
     registries = [SimpleNamespace(_logged=noted) for noted in ({"attn:fwd:tilelang", "attn:bwd:flash_qla:fail"}, set())]
     modules["fla.backends"]._operation_registries = dict(enumerate(registries))  # type: ignore[attr-defined]
     assert (fla_kernels.taken(), fla_kernels.taken()) == ("tilelang", "")

@@ -175,7 +175,7 @@ def test_the_kernel_comes_before_tilelangs_unless_the_owner_asks_for_those(
 ) -> None:
     tilelang = types.ModuleType("tilelang")
     tilelang.__spec__ = importlib.machinery.ModuleSpec("tilelang", None)
-    monkeypatch.setitem(sys.modules, "tilelang", tilelang if installed else None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tilelang", tilelang if installed else None)
     assert module.register()
     ((_, backend),) = registered
     ours, others = backend(), sys.modules["fla.backends"].BaseBackend()
