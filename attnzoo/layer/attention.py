@@ -356,7 +356,7 @@ class Attention(AttentionParts):
         if self._factors > 1:
             k, v = by_factor(k, 2, self._factors), by_factor(v, 2, self._factors)
         if config.num_qk_heads == 1:  # views: kernels that take strides read the one head
-            q, k = q.expand(-1, -1, config.num_heads, -1), k.expand(-1, -1, config.num_heads, -1)
+            q, k = q.expand(-1, -1, config.num_heads, -1), k.expand(-1, -1, config.num_heads, *k.shape[3:])
         elif config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         if config.qk_bias:

@@ -80,6 +80,21 @@ def test_a_token_has_a_key_a_value_and_a_strength_for_each_factor():
     assert path.project(torch.randn(1, 5, D)).gate.w.shape == (1, 5, 3, 2, 8)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda"])
+@torch.no_grad()
+def test_queries_and_keys_of_several_heads_are_those_of_each(name, number):
+    sizes = {"hidden_size": D, "num_heads": 4, "head_dim": 8, "num_householder": 3}
+    shared, own = build_attention(name, **sizes, num_qk_heads=number), build_attention(name, **sizes)
+    weights = shared.state_dict()
+    for key, x in own.state_dict().items():
+        if weights[key].shape != x.shape:
+            weights[key] = weights[key].unflatten(0, (number, -1)).repeat_interleave(4 // number, 0).flatten(0, 1)
+    own.load_state_dict(weights)
+    x = rows(2, T)
+    assert_same(shared.double()(x), own.double()(x))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
