@@ -1,4 +1,4 @@
-"""What a cached step of a layer costs the host, counted: PyTorch's operations and the kernels' launches."""
+"""What a cached step and a training step of a layer cost the host, counted: operations of PyTorch, launches, calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from fox_cases import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import build_attention
-from attnzoo.kernels.common import named_op
+from attnzoo.benchmarks.host import calls
+from attnzoo.kernels.common import named_op, replay
+from attnzoo.kernels.common.recording import recorders
 
 
 class Counted(TorchDispatchMode):
@@ -25,6 +27,14 @@ class Counted(TorchDispatchMode):
         self.own += func.namespace == "attnzoo"
         self.work += not func.is_view and func.name() not in ("aten::_unsafe_view", "aten::promote_types")
         return func(*args, **(kwargs or {}))
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what only a CPU and tests ask for: values read, ops that a mode sees, memory that is filled."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("attnzoo") and hasattr(m, "reads_values")]:
+        monkeypatch.setattr(module, "reads_values", lambda *_: False)
+    monkeypatch.setattr(named_op, "dispatched", lambda leaves: False)
+    torch.use_deterministic_algorithms(False)
 
 
 STEPS = [  # cached tokens, operations, launches
@@ -47,19 +57,53 @@ def test_a_step_asks_little_of_the_host(
     attention = build_attention(name, hidden_size=64, num_heads=2, impl="triton", **options).half()
     x = torch.randn(1, tokens, 64, dtype=torch.float16)
     launched: list[str] = []
+    as_on_a_gpu(monkeypatch)
     with torch.no_grad():
         cache = attention.new_cache()
         attention(x, cache=cache)
         attention(x[:, :1], cache=cache)
         monkeypatch.setattr(InterpretedFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
-        for module in [
-            m for name, m in sys.modules.items() if name.startswith("attnzoo") and hasattr(m, "reads_values")
-        ]:
-            monkeypatch.setattr(module, "reads_values", lambda *_: False)  # as on a GPU
-        monkeypatch.setattr(named_op, "dispatched", lambda leaves: False)  # as where nobody counts
-        torch.use_deterministic_algorithms(False)  # filling new memory is work that only tests have
         with Counted() as count:
             attention(x[:, :1], cache=cache)
     assert count.own == 0, "a step took the way through the dispatcher"
     assert len(launched) <= launches, launched
     assert count.work <= most
+
+
+TRAINED = {"nope": (141, 35), "fox": (145, 52), "rope": (198, 41), "path_fox": (294, 99)}  # calls of Python, operations
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counted under Triton's interpreter")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_step_asks_little_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward under autocast, replayed as on a GPU, with launches that do nothing."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    ran: list[str] = []
+
+    def launch(self: Any, *_: Any, **__: Any) -> None:
+        ran.append(self.__name__)
+        if recorders.current is not None:
+            recorders.current.launched(lambda *_: None, (1, 1, 1), (), [])
+
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    for which, value in (("_FIRST_DEVICE", -1), ("_current_device", lambda: -1), ("_stream", lambda device: 0)):
+        monkeypatch.setattr(replay, which, value)
+    attention = build_attention(name, hidden_size=64, num_heads=1, impl="triton")
+    x = torch.randn(1, 128, 64, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.float16):
+            y = attention(x)
+        y.sum().backward()
+
+    for _ in range(2):  # run, then recorded
+        step()
+    ran.clear()
+    python, _ = calls(step)
+    with Counted() as count:
+        step()
+    assert not ran, "a run was not replayed"
+    assert python <= TRAINED[name][0]
+    assert count.work <= TRAINED[name][1]
