@@ -21,7 +21,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        return tuple([F.linear(x, one) for one in weights])
+        rows = x.contiguous()
+        return tuple([F.linear(rows, one) for one in weights])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
