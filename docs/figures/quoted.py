@@ -111,11 +111,22 @@ def stated(experiment: str, size: str, number: int, at: int = -1) -> float:
     return float(re.findall(r"p = (?:below )?([\d.e-]+\d)", verdict(experiment, size, number))[at])
 
 
-def gains(size: str, experiment: str = "factorial", number: int = 0, alone: bool = False) -> tuple[float, float]:
-    """The correlation of an experiment's gains, and its p by relabelled parts; of pairs of one part ``alone``."""
+def gains(
+    size: str, experiment: str = "factorial", number: int = 0, alone: bool = False, whole_at: str = ""
+) -> tuple[float, float]:
+    """The correlation of an experiment's gains, and its p by relabelled parts; of pairs of one part ``alone``, or of
+    those only of which another size has both sides, too."""
     claim, one, other = _gains(size, experiment, number)
-    chosen = [n for n, parts in enumerate(claim.parts) if not alone or len(parts) == 1]
+    there = _gains(whole_at or size, experiment, number)[0].pairs
+    chosen = [n for n, parts in enumerate(claim.parts) if claim.pairs[n] in there and (not alone or len(parts) == 1)]
     return correlation(one[chosen], other[chosen], [claim.parts[n] for n in chosen])
+
+
+def gains_if(size: str, experiment: str, recurrence: str, gain: float) -> float:
+    """The correlation of an experiment's gains with one pair more, if that recurrence's dual had gained so much."""
+    claim, one, other = _gains(size, experiment, 0)
+    gained = mean(experiment, size, claim.bases[0], claim.probe) - mean(experiment, size, recurrence, claim.probe)
+    return float(np.corrcoef([*one, gained], [*other, gain])[0, 1])
 
 
 def without(size: str, recurrence: str, experiment: str = "factorial", number: int = 0) -> float:
@@ -295,7 +306,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
-        step_ms, attention_ms, copied, weights, gained_after, gains_after,
+        step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_if,
     )
 }  # fmt: skip
 
