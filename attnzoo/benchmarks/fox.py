@@ -40,7 +40,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import Contender, Inputs, compare, host_time_of, ratio, shape_tables, time_peer
+from attnzoo.benchmarks.attention import (
+    Contender,
+    Inputs,
+    compare,
+    host_time_of,
+    ratio,
+    shape_tables,
+    texts_of,
+    time_peer,
+)
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -58,7 +67,6 @@ from attnzoo.files import run_file
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.kernels.common.retention import Retention, Rule
 from attnzoo.kernels.fox import fox_attention, kept_fraction
-from attnzoo.kernels.fox.plan import SEARCHED_WORK
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.registry import get
 
@@ -234,8 +242,7 @@ def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | No
         gates = x.g if peer.reads("g") else None
         return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
-    B = math.ceil(SEARCHED_WORK / (H * T * T * K)) if "pruned" in peer.name else 1
-    found = compare(peer, draw(B, H, T, K, kv_heads=kv_heads), exact)
+    found = compare(peer, draw(texts_of(peer, H, T, K), H, T, K, kv_heads=kv_heads), exact)
     return {IN_16_BITS if name == "dg" and IN_KEYS in peer.name else name: error for name, error in found.items()}
 
 

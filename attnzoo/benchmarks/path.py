@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks import attention
-from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, time_and_memory
+from attnzoo.benchmarks.attention import Contender, Inputs, compare, ratio, shape_tables, texts_of, time_and_memory
 from attnzoo.benchmarks.measure import (
     Result,
     ceiling,
@@ -104,7 +104,7 @@ def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | No
         beta = x.beta if peer.reads("beta") else torch.zeros_like(x.beta)
         return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if peer.reads("g") else None)
 
-    return compare(peer, draw(1, H, T, K, kv_heads=kv_heads), exact)
+    return compare(peer, draw(texts_of(peer, H, T, K), H, T, K, kv_heads=kv_heads), exact)
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def test_kernels_that_cannot_share_keys_get_them_repeated(H: int, shared: int, m
 def test_what_prunes_is_checked_with_as_many_texts_as_make_it_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them against float64, so that an error in one row is seen."""
     monkeypatch.setattr(fox, "draw", functools.partial(fox.draw, device="cpu"))
-    monkeypatch.setattr(fox, "SEARCHED_WORK", 2.5 * 4 * 64 * 64 * 16)
+    monkeypatch.setattr(attention, "SEARCHED_WORK", 2.5 * 4 * 64 * 64 * 16)
 
     def call(x: attention.Inputs, wrong: int | None = None) -> torch.Tensor:
         o = fox_reference(x.q, x.k, x.v, log_decay=x.g)
@@ -137,6 +137,7 @@ def test_what_prunes_is_checked_with_as_many_texts_as_make_it_search(monkeypatch
         for row in range(rows):
             found = fox.errors(attention.Contender(name, functools.partial(call, wrong=row)), 4, 16, 64)
             assert found["o"] > fox.LIMITS["o"]
+    assert path.texts_of(attention.Contender("FoX, pruned", call), 4, 64, 16) == 3
 
 
 def test_inputs_with_shared_keys() -> None:
