@@ -94,21 +94,21 @@ EXPERIMENT = Experiment(
         Measured(
             "gpu", "2026-11-29", "one NVIDIA H200 of a host whose other one trained other models",
             "2026-11-29-acp_throughput-gpu.json",
-            "Two seeds of models with 3 million weights, of whose speed nothing can be said: without pruning a step "
-            "takes 28, 27 and 29 ms in the three contexts, so it waits for the host and not for attention, whose "
-            "kernels would take 5, 9 and 18 ms of it, and 2 ms with pruning, by the times that `bench acp` has of 25 "
-            "million weights and four times the heads. Speeds have a standard deviation of 5% between seeds, by which "
-            "a gain under 28% would mostly go unseen. After 120 steps gates forget about as they began. Of blocks of "
-            "128 rows by 64 keys 10.1%, 5.1% and 2.5% are kept, little more than each row's own block and the 64 keys "
-            "before it, 9.0%, 4.6% and 2.3%: all heads are local, in all layers, for every eps. After 950 steps such "
-            "a model keeps three times as many of 4096 tokens (`pairs`). So these could not but confirm that half is "
-            "dropped, that the first layers are local and that a larger eps saves little, and could have no global "
-            "head and find no needle. That a twentieth of the heads must be global was added when the numbers were "
-            "in: before, a claim about humps of which one was empty was open for ever. The losses of a seed with and "
-            "without pruning differ by 0.03 nats at most, either way. What pruning adds to a model's loss was "
-            "measured in batches that the kernels do not prune at 4096 tokens, and of eps at 8192, too; the "
-            "milliseconds are those of one window in float32. Later runs measure both in batches as large as in "
-            "training.",
+            "Two seeds of models with 3 million weights, of whose speed (thousand tokens a second) nothing can be "
+            "said: without pruning a step takes 28, 27 and 29 ms in the three contexts, so it waits for the host and "
+            "not for attention, whose kernels would take 5, 9 and 18 ms of it, and 2 ms with pruning, by the times "
+            "that `bench acp` has of 25 million weights and four times the heads. Speeds have a standard deviation of "
+            "5% between seeds, by which a gain under 28% would mostly go unseen. After 120 steps gates forget about "
+            "as they began. Of blocks of 128 rows by 64 keys 10.1%, 5.1% and 2.5% are kept, little more than each "
+            "row's own block and the 64 keys before it, 9.0%, 4.6% and 2.3%: all heads are local, in all layers, for "
+            "every eps. After 950 steps such a model keeps three times as many of 4096 tokens (`pairs`). So such "
+            "models were bound to confirm that half is dropped, that the first layers are local and that a larger eps "
+            "saves little, to have no global head and to find no needle. That a twentieth of the heads must be "
+            "global was added when the numbers were in; without it the claim of two humps stays open where one of "
+            "them is empty. The losses of a seed with and without pruning differ by 0.03 nats at most, either way. "
+            "What pruning adds to a model's loss was measured in batches that the kernels do not prune at 4096 "
+            "tokens, and of eps at 8192, too; the milliseconds are those of one window in float32. Later runs measure "
+            "both in batches as large as in training.",
             seeds=2,
         ),
     ),
