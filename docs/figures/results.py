@@ -51,9 +51,8 @@ QUESTIONS = {
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}
 TABLES = {  # by page and the words of their markers
+    RESULTS / "little_text.md": {"both sides": both_sides.table, "open gates": both_sides.gates_table},
     RESULTS / "both_sides.md": {
-        "both sides": both_sides.table,
-        "open gates": both_sides.gates_table,
         "pairs": both_sides.pairs_table,
         "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
         "larger pairs": partial(both_sides.pairs_table, "gpu-10m"),

@@ -24,7 +24,7 @@ FOLDERS = (
 )
 ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/results/packages.txt", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
-PAGES = ("index.md", "both_sides.md", "forgetting.md")  # of these folders, that are pages of the site
+PAGES = ("index.md", "both_sides.md", "little_text.md", "forgetting.md")  # of these folders, that are pages of the site
 LINK = re.compile(r"(?<=\]\()\.\.?/[^)#]+")
 BEGINS = re.compile(r"^(?!\||- |\s)(.+\n)(?=\||- )", re.MULTILINE)  # a table or a list right below a line of text
 
