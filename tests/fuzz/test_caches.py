@@ -149,9 +149,6 @@ def test_random_histories_of_a_generator_give_each_sequence_what_it_gets_alone(f
             model, rng.choice([1, 2, 3]), ROOM, check_every=each, evict=evict, fuse=rng.random() < 0.3
         )
         found: dict[int, list[int]] = {}
-        beginning = torch.randint(V, (100,)).tolist()
-        if evict is None:
-            generator.remember(rng.choice([0, 1, 50]))
 
         def partly(request, rng=rng, draws=draws, V=V):
             """What will follow, and now and then something else."""
@@ -165,7 +162,6 @@ def test_random_histories_of_a_generator_give_each_sequence_what_it_gets_alone(f
             kind = rng.choice(["add", "add", "resume", "step", "step", "cancel", "forget"])
             if kind in ("add", "resume") and len(draws) < 5:
                 prompt = torch.randint(V, (rng.choice([2, 20, 63, 64, 130]),)).tolist()
-                prompt = beginning[: rng.choice([0, 0, 63, 64, 100])] + prompt[:70]
                 new, stop = rng.choice([1, 9, 30, 70]), [rng.randrange(V)] if rng.random() < 0.3 else []
                 given = rng.choice([{"temperature": 0.0}, {}, {"top_k": 5}, {"temperature": 0.8, "top_p": 0.8}])
                 sampling = Sampling(**given, seed=rng.randrange(100))
@@ -198,6 +194,23 @@ def test_random_histories_of_a_generator_give_each_sequence_what_it_gets_alone(f
         for number, tokens in draws.items():
             got = found.get(number, [])
             assert got == tokens[: len(got) if number in ended else None], number
-        generator.remember(0)
         for cache in generator.batch.caches:
             assert getattr(cache.memory, "pool", None) is None or not cache.memory.pool.used()
+
+
+@torch.no_grad()
+def test_prompts_with_one_beginning_go_on_from_what_is_remembered_of_it(fuzz):
+    for rng in fuzz(2):
+        model = build(**LAYERS[rng.choice(list(LAYERS))]).double()
+        V, wanted, found = model.config.vocab_size, dict[int, list[int]](), dict[int, list[int]]()
+        beginning = prompt = torch.randint(V, (130,)).tolist()
+        generator = Generator(model, rng.choice([1, 3]), ROOM)
+        for _ in range(4):
+            generator.remember(rng.choice([0, 50, 50, 50]))
+            prompt = rng.choice([prompt, beginning[: rng.choice([64, 100])]]) + torch.randint(V, (20,)).tolist()
+            sampling = Sampling(seed=rng.randrange(100))
+            wanted[generator.add(prompt, 9, **vars(sampling))] = expected(model, prompt, 9, sampling, [])
+            found |= generator.run() if rng.random() < 0.7 else {}
+        assert found | generator.run() == wanted
+        generator.remember(0)
+        assert not any(pool.used() for cache in generator.batch.caches if (pool := getattr(cache.memory, "pool", None)))
