@@ -24,6 +24,7 @@ from attnzoo.layer.rows import positions_of, shared_context
 from attnzoo.models.block import DecoderBlock, build_norm
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss
+from attnzoo.models.modes import evaluating
 from attnzoo.parallel.context import context_parallel
 from attnzoo.precision import LinearMap, PreciseModule
 
@@ -363,16 +364,12 @@ class LanguageModel(nn.Module):
             raise ValueError(f"top_k: expected 1 to vocab_size = {self.config.vocab_size}, got {top_k}")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             cache, step, tokens = self.new_cache(evict, budget), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self.logits(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
                 step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
-        finally:
-            self.train(was_training)
         return torch.cat(tokens, dim=1)
 
 

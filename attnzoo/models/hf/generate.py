@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.proposals import Draft, from_model, look_up
+from attnzoo.models.modes import evaluating
 
 LEAST = 64  # new tokens from which on recording a CUDA graph pays
 TAKEN = {
@@ -144,24 +145,21 @@ def run_on_engine(model: Any, call: Asked) -> Tensor:
     Raises:
         NeedsLoopError: the model has no in-place cache, or the cache does not fit into the memory.
     """
-    was_training = model.training
     try:
-        generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
-        generator.model.eval()
-        seeds = [0] * len(call.prompts)
-        if call.sampling["temperature"]:
-            seeds = torch.randint(2**31, (len(call.prompts),)).tolist()
-        ids = [
-            generator.add(prompt, call.new, seed=seed, stop=call.stop, **call.sampling)
-            for prompt, seed in zip(call.prompts, seeds, strict=True)
-        ]
-        found = generator.run(call.draft)
-        generator.requests.clear()
+        with evaluating(model):
+            generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
+            seeds = [0] * len(call.prompts)
+            if call.sampling["temperature"]:
+                seeds = torch.randint(2**31, (len(call.prompts),)).tolist()
+            ids = [
+                generator.add(prompt, call.new, seed=seed, stop=call.stop, **call.sampling)
+                for prompt, seed in zip(call.prompts, seeds, strict=True)
+            ]
+            found = generator.run(call.draft)
+            generator.requests.clear()
     except BaseException:
         _engines.pop(model, None)
         raise
-    finally:
-        model.train(was_training)
     longest = max(map(len, found.values()))
     after = call.rows.new_full((len(ids), longest), call.pad)
     for row, number in enumerate(ids):

@@ -1,0 +1,21 @@
+"""Training and evaluation mode of a model's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode; after it each module is in its own mode again, such as one that its
+    owner has frozen while the others train."""
+    before = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
