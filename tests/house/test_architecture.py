@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -205,6 +206,11 @@ def test_no_class_name_stands_in_two_files() -> None:
                 files.setdefault(node.name, []).append(module)
     twice = {name: where for name, where in files.items() if len(where) > 1}
     assert not twice, "\n".join(f"class {name}: {', '.join(where)}" for name, where in twice.items())
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert not [name for name, files in names.items() if files > 1], "pytest collects one of each name"
 
 
 def test_files_have_about_four_hundred_lines_at_most() -> None:
