@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import importlib.machinery
 import importlib.util
 import itertools
 import json
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -303,9 +304,11 @@ def run_file(path: Path, called: str) -> ModuleType:
     Raises:
         ValueError: the file fails; the error says at which of its lines.
     """
-    spec = importlib.util.spec_from_file_location(called, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ValueError(f"{path}: expected a Python file")
+    spec = importlib.util.spec_from_file_location(called, path, loader=_Uncached(called, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve annotations in sys.modules
     try:
@@ -317,3 +320,11 @@ def run_file(path: Path, called: str) -> ModuleType:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {kind}{said}") from error
     return module
+
+
+class _Uncached(importlib.machinery.SourceFileLoader):
+    """A loader that reads the text itself: Python takes a file for unchanged that has its old size and was changed
+    within the second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)

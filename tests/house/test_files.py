@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from attnzoo.files import part_of, scratch_folder, whole_folder, write_whole
+from attnzoo.files import given_by, part_of, scratch_folder, whole_folder, write_whole
 
 
 def test_a_file_that_several_write_is_whole_at_every_moment(tmp_path: Path) -> None:
@@ -191,3 +192,17 @@ def test_a_folder_appears_where_a_link_to_it_leads(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out") as part:
         (part / "new").write_text("new")
     assert everything(tmp_path) == {"disk": True, "disk/out": True, "disk/out/new": b"new", "out": "disk/out"}
+
+
+def test_a_python_file_is_read_anew_though_its_size_and_second_are_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    for answer in (1, 2):
+        path.write_text(f"ANSWER = {answer}")
+        os.utime(path, (0, 0))
+        assert given_by(path, "ANSWER") == answer
+    assert os.listdir(tmp_path) == ["mine.py"]
+    with pytest.raises(ValueError, match="expected a Python file"):
+        given_by(tmp_path / "mine.txt", "ANSWER")
