@@ -33,6 +33,19 @@ def test_every_link_in_the_documents_leads_somewhere():
             assert (ROOT / target).exists(), f"{document.name}: {target}"
 
 
+def test_every_link_of_a_page_to_a_file_of_the_repository_leads_to_its_page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from tools import sources
+
+    of_pages = {(page.name, target) for page in PAGES for target in re.findall(r"\]\(src:([^)#]+)", page.read_text())}
+    assert of_pages
+    assert not [(page, target) for page, target in of_pages if target not in sources.paths()]
+    shown = [path for path in PAGES if str(path.relative_to(ROOT)) in sources.paths()]
+    beside = r"\]\(([^)#:.]+\.md)"  # to another such file, which stands elsewhere on the site
+    assert shown
+    assert not [(page.name, found) for page in shown for found in re.findall(beside, page.read_text())]
+
+
 def test_every_kernel_that_a_page_names_exists():
     code = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
     kernels = {*re.findall(r"^def (\w+_kernel)\(", code, re.MULTILINE)}
