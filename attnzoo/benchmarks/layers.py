@@ -43,9 +43,12 @@ from attnzoo.benchmarks.measure import (
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.layer.attention import Attention
 from attnzoo.registry import get, pairs
+from attnzoo.training.config import ForgettingConfig
+from attnzoo.training.forgetting import extra_loss, networks, set_phase
 
 SHAPES = ((4, 24, 4096, 64), (1, 24, 16384, 64))
 ERRORS = ("y", "dx")
+SCHEDULE = ForgettingConfig()  # of One-Pass Forgetting
 SLACK = 2**-7  # relative error always allowed in bfloat16: two roundings
 
 
@@ -57,13 +60,13 @@ class TimedLayer:
         name: shown name.
         variant: name of the variant.
         options: further options of ``build_attention``.
-        learns: whether a forget network learns from the layer's own attention (phase 1 of its training).
+        step: of a training of its forget network, if it has one.
     """
 
     name: str
     variant: str
     options: dict[str, Any] = field(default_factory=dict)
-    learns: bool = False
+    step: int = 0
 
 
 @dataclass
@@ -85,9 +88,9 @@ def contenders() -> list[TimedLayer]:
                 found.append(TimedLayer(f"{name} + ACP", name, {"acp": True}))
     for name in ("fox", "rope"):
         found.append(TimedLayer(f"{name}, {IN_WINDOW}", name, {"window": WINDOW}))
-        for phase in (1, 2):
+        for phase, step in enumerate((1, SCHEDULE.distill_steps + SCHEDULE.anneal_steps), 1):
             forgets = {"forgetting": Forgetting()}
-            found.append(TimedLayer(f"{name}, One-Pass Forgetting, phase {phase}", name, forgets, learns=phase == 1))
+            found.append(TimedLayer(f"{name}, One-Pass Forgetting, phase {phase}", name, forgets, step))
     return found
 
 
@@ -104,8 +107,7 @@ def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attentio
         layer = build_attention(
             contender.variant, hidden_size=x.x.shape[-1], num_heads=x.heads, impl=impl, **contender.options
         )  # fmt: skip
-    if layer.forget is not None:
-        layer.forget.distils, layer.forget.blend = contender.learns, 0.1 if contender.learns else 1.0
+    set_phase(networks(layer), SCHEDULE, contender.step)
     with torch.no_grad():
         for projection, bias in trained_biases(layer).values():
             projection.weight.zero_()
@@ -136,16 +138,16 @@ def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
 
-    def call() -> Tensor:
-        y: Tensor = layer(x.x)
-        if layer.forget is None:
-            return y
-        terms = layer.forget.terms
-        assert terms is not None
-        return y + 0 * (terms.budget if terms.distillation is None else terms.budget + terms.distillation)
+    found = networks(layer)
 
-    found = measured(call, [x.x, *layer.parameters()], x.do, rep)
-    return {**found, "form": str(layer.picked).split()[0]}
+    def call() -> Tensor:
+        set_phase(found, SCHEDULE, contender.step)
+        y: Tensor = layer(x.x)
+        extra = extra_loss(found, SCHEDULE, contender.step)
+        return y if extra is None else y + 0 * extra.loss
+
+    timed = measured(call, [x.x, *layer.parameters()], x.do, rep)
+    return {**timed, "form": str(layer.picked).split()[0]}
 
 
 def table(result: Result) -> str:
