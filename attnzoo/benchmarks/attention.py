@@ -104,6 +104,11 @@ class Contender:
     lengths: tuple[int, ...] = ()
     switches: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def prunes(self) -> bool:
+        """Whether it prunes, as its name says."""
+        return "pruned" in self.name
+
     def reads(self, part: str) -> bool:
         """Whether the contender reads an input."""
         return part in self.leaves.split()
@@ -128,7 +133,7 @@ class Contender:
 
 def texts_of(peer: Contender, H: int, T: int, K: int) -> int:
     """The number of texts to check a contender with: of one that prunes so many that FoX's kernels look for what to."""
-    return math.ceil(SEARCHED_WORK / (H * T * T * K)) if "pruned" in peer.name else 1
+    return math.ceil(SEARCHED_WORK / (H * T * T * K)) if peer.prunes else 1
 
 
 def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> dict[str, float]:
@@ -139,7 +144,10 @@ def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> di
         o = attend(y)
         return [o.detach(), *torch.autograd.grad(o, leaves, y.do)]
 
-    rows = [outcome(x.map(lambda y: y[n : n + 1].double()), exact) for n in range(len(x.q))]  # noqa: B023
+    def row(n: int) -> Inputs:
+        return x.map(lambda y: y[n : n + 1].double())
+
+    rows = [outcome(row(n), exact) for n in range(len(x.q))]
     want, got = [torch.cat(each) for each in zip(*rows, strict=True)], outcome(peer.taken(x), peer.attend)
     got = [y.transpose(1, 2) for y in got] if peer.head_first else got
     names = ["o", *(f"d{name}" for name in peer.leaves.split())]

@@ -272,7 +272,7 @@ def run(
     print(*not_measured(missing), sep="\n", flush=True)
 
     def kept(x: Inputs) -> Result:
-        if not any("pruned" in peer.name for peer in peers):
+        if not any(peer.prunes for peer in peers):
             return {}
         bound = torch.full((x.q.shape[2],), math.sqrt(x.q.shape[3]), device="cuda")
         shares = {

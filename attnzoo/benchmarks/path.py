@@ -147,7 +147,7 @@ def run(
     print(result, flush=True)
 
     def kept(x: Inputs) -> Result:
-        if not any("pruned" in peer.name for peer in peers):
+        if not any(peer.prunes for peer in peers):
             return {}
         share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
         return {"kept": round(share.mean().item(), 4)}
