@@ -86,15 +86,12 @@ def pairs_by_size() -> Figure:
     for number, found in enumerate(outcomes):
         box = ((LEFT + number * (side + BETWEEN)) / WIDTH, BELOW / height, side / WIDTH, side / height)
         axes = figure.add_axes(box, sharex=first, sharey=first)
-        means, parts = [], []
         for n, pair in enumerate(asked.pairs):
             if all(map(found.of, pair)):
                 gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
                 dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
                 handles.setdefault(" | ".join(pair), dot)
-                means.append([gain.mean() for gain in gains])
-                parts.append(asked.parts[n])
-        r, p = correlation(*np.transpose(means), parts)
+        r, p = quoted.gains(found.size, "pairs")
         axes.set_title(
             f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK
         )

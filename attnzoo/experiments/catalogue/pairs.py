@@ -139,8 +139,8 @@ EXPERIMENT = Experiment(
             "all claims wait for seeds. Over the six pairs that are whole r = 0.81, and 0.75 to 0.93 without any one; "
             "the same six have 0.38 at `gpu-1m` and 0.59 at `gpu`, and the five of one part alone 0.77 here. Rates are "
             "those of `gpu`; each text is read 2.2 times. NoPE, too, copies now, and what a part gains over it has "
-            "fallen to 0.13 to 0.21 nats. No recurrence copies. The "
-            "first ten runs were made on another machine than the rest.",
+            "fallen to 0.13 to 0.21 nats. No recurrence copies. The first ten runs were made on another machine than "
+            "the rest.",
             lacks=("path_wall", "fox_rope", *(begun_open(name) for name in ANEW if name not in ("mamba2", "fox"))),
             seeds=1,
         ),

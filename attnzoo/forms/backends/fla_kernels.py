@@ -28,8 +28,8 @@ def asked_for(name: str) -> bool:
 
 def described(version: str) -> str:
     """A version of flash-linear-attention with the packages whose kernels it may take, and how to do without them."""
-    found = [f"{name} ({SWITCHES[name]}=0: off)" if os.environ.get(SWITCHES[name]) == "0"
-             else f"{name} ({SWITCHES[name]}=0 switches it off)" for name in installed()]  # fmt: skip
+    used = in_use()
+    found = [f"{name} ({SWITCHES[name]}=0{' switches it off' if name in used else ': off'})" for name in installed()]
     return f"{version} with {', '.join(found)}" if version and found else version
 
 
