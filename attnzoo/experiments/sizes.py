@@ -137,6 +137,7 @@ def curves_of(experiment: Experiment, rows: Sequence[GainBySize], side: str) -> 
     ticks = np.unique(np.concatenate([line.x for line in lines]).round(2))
     axes.set_xlim(ticks[0], ticks[-1])
     axes.set_xticks([ticks[0], ticks[-1]], [f"{10**x / 1e6:.2g}M" for x in (ticks[0], ticks[-1])])
-    for label, beside in zip(axes.get_xticklabels(), ("left", "right"), strict=True):  # the first not under the y axis'
-        label.set_horizontalalignment(beside)
+    first, last = axes.get_xticklabels()
+    first.set_horizontalalignment("left")  # beside the y axis, not under it
+    last.set_horizontalalignment("right")
     return figure
