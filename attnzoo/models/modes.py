@@ -9,11 +9,12 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in evaluation mode; after it each module is in its own mode again, such as one that its
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Within it the models are in evaluation mode; after it each module is in its own mode again, such as one that its
     owner has frozen while the others train."""
-    before = [(part, part.training) for part in model.modules()]
-    model.eval()
+    before = [(part, part.training) for model in models for part in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,6 +135,24 @@ def test_assisted_generation_is_greedy_generation(tokens):
     assert torch.equal(path.generate(row, **lookup), path.generate(row, max_new_tokens=8, do_sample=False))
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens: expected layers that take rejected.*'path'"):
         path.generate(row, **{**lookup, "engine": None})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_proposes_is_in_its_own_mode_afterwards(fails, tokens):
+    model, helper = build(), build("mamba2", seed=1).train()
+    frozen = helper.model.blocks[0].eval()
+    seen = []
+
+    def step(*_):
+        seen.append(any(part.training for part in helper.model.modules()))
+        if fails:
+            raise ArithmeticError("a step that fails")
+
+    helper.model.embedding.register_forward_hook(step)
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        model.generate(tokens[:1], max_new_tokens=4, do_sample=False, assistant_model=helper, engine=True)
+    assert seen and not any(seen)
+    assert all(part.training == (part not in set(frozen.modules())) for part in helper.modules())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.models.generation.engine import Generator
-from attnzoo.models.generation.proposals import Draft, from_model, look_up
+from attnzoo.models.generation.proposals import Draft, ModelDraft, from_model, look_up
 from attnzoo.models.modes import evaluating
 
 LEAST = 64  # new tokens from which on recording a CUDA graph pays
@@ -108,7 +108,7 @@ def _draft(settings: Any, helper: Any, ours: type) -> Draft | None:
         raise NeedsLoopError(f"assistant_model: expected {ours.__name__}, got {type(helper).__name__}")
     if helper is not None:
         wanted = helper.generation_config.num_assistant_tokens or 5
-        return from_model(helper.model.eval(), min(int(wanted), MOST_ROWS - 1))
+        return from_model(helper.model, min(int(wanted), MOST_ROWS - 1))
     if settings.prompt_lookup_num_tokens is None:
         return None
     return look_up(min(int(settings.prompt_lookup_num_tokens), MOST_ROWS - 1), settings.max_matching_ngram_size or 2)
@@ -145,8 +145,9 @@ def run_on_engine(model: Any, call: Asked) -> Tensor:
     Raises:
         NeedsLoopError: the model has no in-place cache, or the cache does not fit into the memory.
     """
+    helpers = [call.draft.model] if isinstance(call.draft, ModelDraft) else []
     try:
-        with evaluating(model):
+        with evaluating(model, *helpers):
             generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
             seeds = [0] * len(call.prompts)
             if call.sampling["temperature"]:
