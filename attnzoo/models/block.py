@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention, from_file
 from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.inplace import FixedCache
@@ -124,6 +125,21 @@ class DecoderBlock(nn.Module):
         if isinstance(cache, FixedCache):
             return cache.stream(x), None
         return rows_of_call(self.attention, x, cu_seqlens, attention_mask, cache)
+
+
+def shares_values(specs: Sequence[LayerSpec], layers: Sequence[Attention]) -> bool:
+    """Whether layers mix their values with the first one's.
+
+    Raises:
+        ValueError: a layer whose values are not as wide as the first one's.
+    """
+    mixing = [index for index, spec in enumerate(specs) if spec.options.get("value_residual")]
+    for index in mixing:
+        width, got = (layer.v_proj.out_features for layer in (layers[0], layers[index]))
+        if got != width:
+            said = f"value_residual of layer {index} ({specs[index].name})"
+            raise ValueError(f"{said}: expected values as wide as the first layer's, {width} channels, got {got}")
+    return bool(mixing)
 
 
 def mixed(mix: TokenMix, x: Tensor, stream: Stream, packing: Packing | None) -> Tensor:

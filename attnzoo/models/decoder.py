@@ -21,7 +21,7 @@ from attnzoo.layer.cache import AllOrNone, LayerCache, share_budget
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.modules import TokenMix
 from attnzoo.layer.rows import positions_of, shared_context
-from attnzoo.models.block import DecoderBlock, build_norm
+from attnzoo.models.block import DecoderBlock, build_norm, shares_values
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss
 from attnzoo.models.modes import evaluating
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
 
     Raises:
         TypeError: `config` is no ModelConfig.
-        ValueError: a variant or one of its options does not exist.
+        ValueError: a variant or one of its options does not exist, or layers do not fit each other.
     """
 
     def __init__(self, config: ModelConfig):
@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
         self.embedding_norm = build_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.lower_bounds = lower_bounds(self.attentions())
-        self.share_values = any(layer.options.get("value_residual") for layer in config.layers())
+        self.share_values = shares_values(config.layers(), self.attentions())
         self.norm = build_norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()

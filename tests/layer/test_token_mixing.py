@@ -72,10 +72,16 @@ def test_later_layers_mix_their_values_with_the_first_ones_of_any_variant() -> N
     assert not torch.equal(ours(tokens).logits, first)
     with pytest.raises(ValueError, match=r"first: expected the first layer's values \[1, 6, 16\] .*, got none"):
         ours.blocks[1].attention(torch.randn(1, 6, 16))
-    wide = {"name": "fox", "options": {"value_dim": 4}}
-    narrow = model(attention=[wide, {"name": "gla", "options": {"value_residual": 3, "head_dim": 8}}])
-    with pytest.raises(ValueError, match=r"first: expected the first layer's values \[1, 6, 16\] .*, got \[1, 6, 8\]"):
-        narrow(tokens)
+
+
+@pytest.mark.parametrize(("options", "width"), [({"value_dim": 4}, 8), ({"num_kv_heads": 1}, 8)])
+def test_values_of_another_width_than_the_first_ones_are_refused_where_a_model_is_built(options, width) -> None:
+    narrow = {"name": "fox", "options": options}
+    wide = {"name": "gla", "options": {"value_residual": 3, "head_dim": 8}}
+    said = rf"value_residual of layer 1 \(gla\): expected .* the first layer's, {width} channels, got 16"
+    with pytest.raises(ValueError, match=said):
+        model(attention=[narrow, wide])
+    assert not model(attention=[wide, narrow]).share_values  # the narrow one does not mix
 
 
 def test_the_first_layer_of_a_model_has_no_values_to_mix_with() -> None:
