@@ -131,9 +131,9 @@ class Contender:
         return self.call(x)
 
 
-def texts_of(peer: Contender, H: int, T: int, K: int) -> int:
+def texts_of(prunes: bool, H: int, T: int, K: int) -> int:
     """The number of texts to check a contender with: of one that prunes so many that FoX's kernels look for what to."""
-    return math.ceil(SEARCHED_WORK / (H * T * T * K)) if peer.prunes else 1
+    return math.ceil(SEARCHED_WORK / (H * T * T * K)) if prunes else 1
 
 
 def compare(peer: Contender, x: Inputs, exact: Callable[[Inputs], Tensor]) -> dict[str, float]:

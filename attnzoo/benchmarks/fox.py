@@ -242,7 +242,7 @@ def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | No
         gates = x.g if peer.reads("g") else None
         return fox_reference(x.q, x.k, x.v, log_decay=gates, retention=retention, window=window)
 
-    found = compare(peer, draw(texts_of(peer, H, T, K), H, T, K, kv_heads=kv_heads), exact)
+    found = compare(peer, draw(texts_of(peer.prunes, H, T, K), H, T, K, kv_heads=kv_heads), exact)
     return {IN_16_BITS if name == "dg" and IN_KEYS in peer.name else name: error for name, error in found.items()}
 
 

@@ -6,8 +6,8 @@ Layers as ``build_attention`` makes them, of H heads of K channels, in bfloat16 
 ``auto`` picks, and is named. Forget gates are those of fox.py (three quarters of the heads decay within 8 to 256
 tokens); a layer that can prune is measured with pruning too. Each is checked against itself in float64 on the reference
 form before it is timed: its output and the gradient of its input may have twice the error of the reference form in
-bfloat16. The check has 512 tokens, where FoX's kernels do not look for what to prune: ``bench fox`` checks that. Writes
-results.json and results.md.
+bfloat16. The check has 512 tokens; that of a layer with a window or pruning has 2048, and for pruning as many texts as
+make FoX's kernels look for what to leave out. Writes results.json and results.md.
 
 One-Pass Forgetting stands beside them in its two phases of training, with the loss terms of its network, and so does a
 window of as many tokens as the kernels' bench has.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attnzoo import Forgetting, build_attention
+from attnzoo.benchmarks.attention import texts_of
 from attnzoo.benchmarks.fox import IN_WINDOW, WINDOW
 from attnzoo.benchmarks.measure import (
     Result,
@@ -67,6 +68,11 @@ class TimedLayer:
     variant: str
     options: dict[str, Any] = field(default_factory=dict)
     step: int = 0
+
+    @property
+    def prunes(self) -> bool:
+        """Whether the layer prunes."""
+        return "acp" in self.options
 
 
 @dataclass
@@ -116,21 +122,31 @@ def build(contender: TimedLayer, x: LayerInputs, impl: str = "auto") -> Attentio
     return layer.bfloat16()
 
 
-def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
-    """The errors of output and input gradient against float64, divided by the allowed errors."""
+def checked(contender: TimedLayer, H: int, K: int) -> LayerInputs:
+    """The inputs of a contender's check, of which one that leaves something out leaves something out."""
+    T = 2048 if contender.prunes or "window" in contender.options else 512
+    return draw(texts_of(contender.prunes, H, T, K), H, T, K)
 
-    def outcome(layer: Attention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        given = x.x.to(dtype).requires_grad_()
-        y = layer.to(dtype)(given)
-        return y.detach(), torch.autograd.grad(y, given, x.do.to(dtype))[0]
+
+def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
+    """The errors of output and input gradient against float64, divided by the allowed errors.
+
+    The reference gets row by row: it may hold all weights of one.
+    """
+
+    def outcome(layer: Attention, dtype: torch.dtype, rows: int) -> list[Tensor]:
+        layer, found = layer.to(dtype), []
+        for given, do in zip(x.x.to(dtype).detach().split(rows), x.do.to(dtype).split(rows), strict=True):
+            y = layer(given.requires_grad_())
+            found.append((y.detach(), *torch.autograd.grad(y, given, do)))
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     layer, plain = build(contender, x), build(contender, x, "reference")
-    exact = outcome(copy.deepcopy(plain), torch.float64)
+    exact = outcome(copy.deepcopy(plain), torch.float64, 1)
+    got, others = outcome(layer, torch.bfloat16, len(x.x)), outcome(plain, torch.bfloat16, 1)
     found = {}
-    for name, want, got, other in zip(
-        ERRORS, exact, outcome(layer, torch.bfloat16), outcome(plain, torch.bfloat16), strict=True
-    ):
-        found[name] = relative(got, want) / (2 * relative(other, want) + SLACK)
+    for name, want, ours, other in zip(ERRORS, exact, got, others, strict=True):
+        found[name] = relative(ours, want) / (2 * relative(other, want) + SLACK)
     return found
 
 
@@ -187,7 +203,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: 
     result: Result = {"machine": describe_versions()}
     race(
         result, chosen(contenders(), only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, 1.0),
-        errors=lambda layer, H, K: errors(layer, draw(1, H, 512, K)), common=lambda x: {},
+        errors=lambda layer, H, K: errors(layer, checked(layer, H, K)), common=lambda x: {},
         times=lambda layer, x: times(layer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
     finish(out, result, table)

@@ -104,7 +104,7 @@ def errors(peer: Contender, H: int, K: int, T: int = 2048, *, kv_heads: int | No
         beta = x.beta if peer.reads("beta") else torch.zeros_like(x.beta)
         return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if peer.reads("g") else None)
 
-    return compare(peer, draw(texts_of(peer, H, T, K), H, T, K, kv_heads=kv_heads), exact)
+    return compare(peer, draw(texts_of(peer.prunes, H, T, K), H, T, K, kv_heads=kv_heads), exact)
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:

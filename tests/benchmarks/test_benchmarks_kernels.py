@@ -137,7 +137,7 @@ def test_what_prunes_is_checked_with_as_many_texts_as_make_it_search(monkeypatch
         for row in range(rows):
             found = fox.errors(attention.Contender(name, functools.partial(call, wrong=row)), 4, 16, 64)
             assert found["o"] > fox.LIMITS["o"]
-    assert path.texts_of(attention.Contender("FoX, pruned", call), 4, 64, 16) == 3
+    assert path.texts_of(attention.Contender("FoX, pruned", call).prunes, 4, 64, 16) == 3
 
 
 def test_inputs_with_shared_keys() -> None:

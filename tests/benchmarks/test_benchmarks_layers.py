@@ -9,6 +9,8 @@ import torch
 
 from attnzoo.benchmarks import attention, layers, wall
 from attnzoo.forms.backends import fla_tuning
+from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.fox import plan
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.registry import pairs
 
@@ -88,6 +90,35 @@ def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypa
 
     monkeypatch.setattr(layers, "build", off)
     assert min(layers.errors(layers.TimedLayer("gla", "gla"), x).values()) > 1
+
+
+def test_a_layer_that_leaves_something_out_does_so_in_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FoX's kernels on a GPU look for what to prune in it, and a window is shorter than its texts."""
+    shapes: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(layers, "draw", lambda *shape: shapes.append(shape))
+    gpu = Machine((9, 0), (3, 6))
+    for contender in layers.contenders():
+        layers.checked(contender, 24, 64)
+        B, H, T, K = shapes[-1]
+        assert (B > 1) == contender.name.endswith(" + ACP")
+        assert B == 1 or plan.searched((B, T, H, K), T, "tail", gpu)
+        assert contender.options.get("window", 0) < T
+    assert not plan.searched((1, 512, 24, 64), 512, "tail", gpu)
+
+
+def test_an_error_in_one_row_of_a_layers_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender, x = layers.TimedLayer("fox + ACP", "fox", {"acp": True}), layers.draw(3, 2, 32, 16, device="cpu")
+    assert max(layers.errors(contender, x).values()) < 1
+    build = layers.build
+
+    def off(contender: layers.TimedLayer, x: layers.LayerInputs, impl: str = "auto") -> Any:
+        layer = build(contender, x, impl)
+        if impl == "auto":
+            layer.register_forward_hook(lambda *call: torch.cat([call[2][:2], 1.1 * call[2][2:]]))
+        return layer
+
+    monkeypatch.setattr(layers, "build", off)
+    assert min(layers.errors(contender, x).values()) > 1
 
 
 @pytest.mark.parametrize("phase", [1, 2])
