@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from attnzoo.benchmarks.modes import MODES
 from attnzoo.data.command import Choice, overrides_argument
 from attnzoo.experiments.builtin import built_in, find_config
 
@@ -215,7 +216,7 @@ def generate(**options: Any) -> None:
 @click.option(
     "--mode",
     multiple=True,
-    type=Choice(["eager", "compiled", "graphs"]),
+    type=Choice(list(MODES)),
     help="Only so: eager, compiled, or compiled with CUDA graphs; may be given several times.",
 )
 @click.option("--resume", is_flag=True, help="Keep the rows that --out has, and measure the others.")

@@ -41,11 +41,11 @@ from attnzoo.benchmarks.measure import (
     markdown_table,
     not_measured,
 )
+from attnzoo.benchmarks.modes import MODES
 from attnzoo.experiments.processes import run_tasks
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.registry import get, list_variants
 
-MODES: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PLAIN = "SDPA, RoPE"
 FIRST = ("fox", "rope", "mamba2", "gated_deltanet", "path_fox")  # variants that are measured in all modes before others
 
