@@ -10,7 +10,7 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
-from attnzoo.kernels.levels.portable.dkdv import _dkdv_scores
+from attnzoo.kernels.levels.portable.dkdv import dkdv_scores
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def path_pair_kernel(
             b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < T, GATE, C)
         o_d = ((i_b * n_u + i_u) * H + i_h) * (C * C) + o_c[None, :] * C + o_c[:, None]  # [keys, rows]
         b_y = tl.load(p_diag + o_d, mask=(b_s < T)[None, :], other=0.0)
-        b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_s, T, scale2, GATE,
+        b_p, b_ds = dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_s, T, scale2, GATE,
                                  HAS_SINCE, PREC, True)  # fmt: skip
         tl.store(p_ddiag + o_d, b_ds * scale, mask=i_u < n_u)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
@@ -134,7 +134,7 @@ def path_pair_kernel(
             b_k = load_tile(p_kb + o_kb, o_c, o_k, G * K, C, K, BK, False)
             b_q = load_tile(p_qb + o_q, o_c, o_k, H * K, T - s - C, K, BK, True)
             b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_row, T, scale2, GATE,
+            b_p, b_ds = dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_row, T, scale2, GATE,
                                      HAS_SINCE, PREC, True)  # fmt: skip
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             b_dsh = b_ds.to(b_q.dtype)

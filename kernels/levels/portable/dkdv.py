@@ -14,11 +14,11 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
 
-from .forward import _level_tile
+from .forward import level_tile
 
 
 @triton.jit
-def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_since, b_s, b_row, T, scale2, GATE: tl.constexpr,
+def dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_since, b_s, b_row, T, scale2, GATE: tl.constexpr,
                  HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """P and dS of one row tile; b_y = k q^T. # [BS, BT]"""
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # in flight during exp2
@@ -57,7 +57,7 @@ def _load_rows(p_rows, b_row):
 def _row_tile(p_q, p_do, i_lb, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl.constexpr, K: tl.constexpr,
               V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """q (rows r of a level) and dO of the row tile at token i. # [BT, BK], [BT, BV]"""
-    b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - i, False, MASK)
+    b_q = level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - i, False, MASK)
     b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)
     return b_q, b_do
 
@@ -123,7 +123,7 @@ def path_dkdv_portable_kernel(
             b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
             b_y = tl.where(own, tl.load(p_diag + o_d, mask=own & (b_row < T)[None, :], other=0.0), b_y)
             b_lse, b_delta = _load_rows(p_rowsh, b_row)
-            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T, scale2,
+            b_p, b_ds = dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T, scale2,
                                      GATE, HAS_SINCE, PREC, True)  # fmt: skip
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             if GATE != 0:
@@ -153,7 +153,7 @@ def path_dkdv_portable_kernel(
             need = need & (first < s + BS)
         if need:
             i_lb = i_l * B + i_b32
-            b_k = _level_tile(p_k, i_lb, Tk, s - u * h, i_g, o_s, o_k, G, K, BK, BS, False, False)
+            b_k = level_tile(p_k, i_lb, Tk, s - u * h, i_g, o_s, o_k, G, K, BK, BS, False, False)
             b_dk = tl.zeros([BS, BK], tl.float32)
             back = (u + 1) * h  # of a row: its token minus its packed row
             for i_r in range(REP):
@@ -182,7 +182,7 @@ def path_dkdv_portable_kernel(
                                           V, BK, BV, True)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row,
+                    b_p, b_ds = dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row,
                                              T, scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
@@ -198,7 +198,7 @@ def path_dkdv_portable_kernel(
                                           BK, BV, False)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T,
+                    b_p, b_ds = dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T,
                                              scale2, GATE, HAS_SINCE, PREC, False)  # fmt: skip
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:

@@ -15,7 +15,7 @@ from attnzoo.kernels.common.row_delta import settle_delta
 from attnzoo.kernels.common.scores import product_gradient, scores
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 
-from .forward import _base_at, _level_keys, _level_tile, _pair_scores
+from .forward import base_at, level_keys, level_tile, pair_scores
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def path_dq_portable_kernel(
         s = pair + i * BP
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
-        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
+        b_s = pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
         b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2, GATE,
                           HAS_SINCE, PREC, True)  # fmt: skip
@@ -110,11 +110,11 @@ def path_dq_portable_kernel(
 
     # levels
     for i in range(n_levels):
-        h, u, begin, stop = _level_keys(row, i, lo, BS, RU)
+        h, u, begin, stop = level_keys(row, i, lo, BS, RU)
         if ((row // h) % 2 == 1) & (first < (2 * u + 1) * h):
             i_lb = i * B + i_b32
             r = row - (u + 1) * h
-            b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
+            b_q = level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
             back = u * h  # of a key: its token minus its packed row
             mid = tl.minimum(tl.maximum(begin, full), stop)
             b_dq = tl.zeros([BT, BK], tl.float32)
@@ -122,7 +122,7 @@ def path_dq_portable_kernel(
                 for i_s in range(begin, mid):
                     s = i_s * BS
                     b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-                    b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                    b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                     b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
@@ -131,12 +131,12 @@ def path_dq_portable_kernel(
                         b_dr += tl.sum(b_ds, 1)
                     b_ds = product_gradient(b_ds, b_s, scale2)
                     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
-            b_base = _base_at(p_base, mid * BS, GATE, KU)
+            b_base = base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
                 b_shift = (b_ref - b_base).to(tl.float32)
-                b_base = _base_at(p_base, s + BS, GATE, KU)
-                b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                b_base = base_at(p_base, s + BS, GATE, KU)
+                b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,

@@ -27,7 +27,7 @@ from attnzoo.kernels.levels.plan import pair_width
 
 
 @triton.jit
-def _pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, stride_d, PREC: tl.constexpr, C: tl.constexpr):
+def pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, stride_d, PREC: tl.constexpr, C: tl.constexpr):
     """Unscaled scores of rows b_row with the keys s + o_s of one block of the same pair of blocks. # [BT, BS]
 
     stride_d: elements from one block of diag to the next.
@@ -40,7 +40,7 @@ def _pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, stride_d, PREC: tl.constexp
 
 
 @triton.jit
-def _level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, n,
+def level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, n,
                 TMA: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Rows r + o_r of one head of a level of [n_levels, B, R, N, D], by descriptor or by pointer. # [BR, BD]
 
@@ -55,7 +55,7 @@ def _level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def _base_at(p_base, s, GATE: tl.constexpr, KU: tl.constexpr):
+def base_at(p_base, s, GATE: tl.constexpr, KU: tl.constexpr):
     """The running gate sum before the unit of key s. # float64
 
     A loop loads it one tile ahead and converts it where it is used: converting at once would wait for the load.
@@ -64,7 +64,7 @@ def _base_at(p_base, s, GATE: tl.constexpr, KU: tl.constexpr):
 
 
 @triton.jit
-def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
+def level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
     """Keys of level i_l + 1 of a row tile: child size, node, first and last key tile; none if the level is not its.
 
     lo: first key tile that these rows see.
@@ -132,35 +132,35 @@ def path_fwd_portable_kernel(
         s = pair + i * BP
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
-        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
+        b_s = pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, True)  # fmt: skip
 
     # levels
     for i in range(n_levels):
-        h, u, begin, stop = _level_keys(row, i, lo, BS, RU)
+        h, u, begin, stop = level_keys(row, i, lo, BS, RU)
         if begin < stop:
             i_lb = i * B + i_b32
             r = row - (u + 1) * h
-            b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
+            b_q = level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
             back = u * h  # of a key: its token minus its packed row
             mid = tl.minimum(tl.maximum(begin, full), stop)
             if HAS_SINCE:
                 for i_s in tl.range(begin, mid, num_stages=1):
                     s = i_s * BS
                     b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-                    b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                    b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                     b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
                                                  scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
-            b_base = _base_at(p_base, mid * BS, GATE, KU)
+            b_base = base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
                 b_shift = (b_ref - b_base).to(tl.float32)
-                b_base = _base_at(p_base, s + BS, GATE, KU)
-                b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                b_base = base_at(p_base, s + BS, GATE, KU)
+                b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,

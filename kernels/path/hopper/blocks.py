@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
-from attnzoo.kernels.path.portable.inverse import _row_scale
+from attnzoo.kernels.path.portable.inverse import row_scale
 
-from .inverse import _invert_sixteens, _left, _merge, _pieces, _round
+from .inverse import invert_sixteens, left_factor, merge_blocks, to_half, two_pieces
 
 
 @gluon.constexpr_function
@@ -58,8 +58,8 @@ def _half_y(w_s, v_s, x_s, y_s, i: gl.constexpr, NW: gl.constexpr, L_C: gl.const
 @gluon.jit
 def _half_m(b_y, w_s, v_s, NW: gl.constexpr, BK: gl.constexpr, L_K: gl.constexpr):
     """Starts those rows of -Y^T W. # [64, BK]"""
-    y_hi, y_lo = _pieces(-b_y)
-    y_hi, y_lo = _left(y_hi, L_K), _left(y_lo, L_K)
+    y_hi, y_lo = two_pieces(-b_y)
+    y_hi, y_lo = left_factor(y_hi, L_K), left_factor(y_lo, L_K)
     b_m = warpgroup_mma(y_hi, w_s, gl.zeros([64, BK], gl.float32, L_K), use_acc=False, is_async=True)
     b_m = warpgroup_mma(y_lo, w_s, b_m, is_async=True)
     if NW == 2:
@@ -72,7 +72,7 @@ def _store_m(b_m, p_m, plane, i: gl.constexpr, K: gl.constexpr, BK: gl.constexpr
     """I + b_m, rows i to i + 64 of M, in two pieces, a plane apart."""
     L_G: gl.constexpr = _rows_layout(BK)
     o_i, o_j = i + gl.arange(0, 64, gl.SliceLayout(1, L_K)), gl.arange(0, BK, gl.SliceLayout(0, L_K))
-    m_hi, m_lo = _pieces(gl.where(o_i[:, None] == o_j[None, :], b_m + 1.0, b_m))
+    m_hi, m_lo = two_pieces(gl.where(o_i[:, None] == o_j[None, :], b_m + 1.0, b_m))
     o_r, o_k = i + gl.arange(0, 64, gl.SliceLayout(1, L_G)), gl.arange(0, BK, gl.SliceLayout(0, L_G))
     o_r = o_r // 32 * 32 + o_r % 8 // 2 * 8 + o_r // 8 % 4 * 2 + o_r % 2
     p_t, m_k = p_m + o_r[:, None] * K + o_k[None, :], (o_r < K)[:, None] & (o_k < K)[None, :]
@@ -82,9 +82,9 @@ def _store_m(b_m, p_m, plane, i: gl.constexpr, K: gl.constexpr, BK: gl.constexpr
 
 @gluon.jit
 def _unit_rows(b, BK: gl.constexpr, L_K: gl.constexpr):
-    """As ``inverse._unit_rows``, from the order in memory to that of products; two at a time."""
+    """As ``inverse.unit_rows``, from the order in memory to that of products; two at a time."""
     b = _turn(b, L_K)
-    s, inv = _row_scale(b)
+    s, inv = row_scale(b)
     b = gl.inline_asm_elementwise(
         """{
         .reg .b32 x, y;
@@ -125,7 +125,7 @@ def _identity(L_C: gl.constexpr, L_K: gl.constexpr):
     """I as a left factor."""
     o_r, o_c = gl.arange(0, 64, gl.SliceLayout(1, L_C)), gl.arange(0, 64, gl.SliceLayout(0, L_C))
     one = gl.where(o_r[:, None] == o_c[None, :], 1.0, gl.zeros([64, 64], gl.float32, L_C))
-    return _left(one.to(gl.float16), L_K)
+    return left_factor(one.to(gl.float16), L_K)
 
 
 @launched
@@ -175,10 +175,10 @@ def path_block_fwd_hopper_kernel(
     if KW:
         _store_rows(b_w, p_kw + ((i_b * T + r) * G + i_g) * K, G * K, R, K, BK)
     if NW == 2:
-        w_hi, w_lo = _pieces(b_w)
+        w_hi, w_lo = two_pieces(b_w)
         v_s.store(w_lo)
     else:
-        w_hi = _round(b_w.to(gl.float32))
+        w_hi = to_half(b_w.to(gl.float32))
     w_s.store(w_hi)
     b_q = load_tile(p_q, o_t, o_k, stride_qt, R, K, BK, True)
     s_s.store(b_beta)
@@ -199,27 +199,27 @@ def path_block_fwd_hopper_kernel(
     b_l = warpgroup_mma_wait(2, [b_l])
     b_l = gl.where(o_r[:, None] > o_c[None, :], b_l * b_beta[:, None], 0.0)
     b_kw, b_qw = warpgroup_mma_wait(0, [b_kw, b_qw])
-    b_kw = _left(_round(gl.where(o_r[:, None] < o_c[None, :], -b_kw, 0.0)), L_C)
-    b_qw = _left(_round(gl.where(o_r[:, None] >= o_c[None, :], b_qw, 0.0)), L_C)
-    b_v = _invert_sixteens(b_l, d_s, L_C)
-    b_v = _merge(b_l, b_v, x_s, y_s, t_s, u_s, 16, L_C)
-    b_v = _merge(b_l, b_v, x_s, y_s, t_s, u_s, 32, L_C)
+    b_kw = left_factor(to_half(gl.where(o_r[:, None] < o_c[None, :], -b_kw, 0.0)), L_C)
+    b_qw = left_factor(to_half(gl.where(o_r[:, None] >= o_c[None, :], b_qw, 0.0)), L_C)
+    b_v = invert_sixteens(b_l, d_s, L_C)
+    b_v = merge_blocks(b_l, b_v, x_s, y_s, t_s, u_s, 16, L_C)
+    b_v = merge_blocks(b_l, b_v, x_s, y_s, t_s, u_s, 32, L_C)
     b_x = b_v * s_s.load(gl.SliceLayout(0, L_C))[None, :]
-    x_hi, x_lo = _pieces(b_x)
+    x_hi, x_lo = two_pieces(b_x)
     x_s.store(x_hi)
     y_s.store(x_lo)
     fence_async_shared()
     if KEEP:
         o_cc = ((i_b * n_c + i_c) * G + i_g) * 4096 + o_r[:, None] * 64 + o_c[None, :]
-        gl.store(p_kv + o_cc, _round(b_v))
+        gl.store(p_kv + o_cc, to_half(b_v))
         b_xh = b_x.to(p_kx.dtype.element_ty)
         gl.store(p_kx + o_cc, b_xh)
         gl.store(p_kx + B.to(gl.int64) * n_c * G * 4096 + o_cc, (b_x - b_xh.to(gl.float32)).to(b_xh.dtype))
     b_z = warpgroup_mma(b_kw, x_s.permute([1, 0]), zero, use_acc=False, is_async=True)  # -Z^T
     b_p = warpgroup_mma(b_qw, x_s, zero, use_acc=False, is_async=True)
     b_z, b_p = warpgroup_mma_wait(0, [b_z, b_p])
-    t_s.store(_round(b_z))
-    u_s.store(_round(-b_p))
+    t_s.store(to_half(b_z))
+    u_s.store(to_half(-b_p))
     fence_async_shared()
     wide = gl.zeros([64, BK], gl.float32, L_K)
     b_eye = _identity(L_C, L_K)
@@ -256,12 +256,12 @@ def path_block_fwd_hopper_kernel(
             b_qw = warpgroup_mma(q_s, w_t, zero, use_acc=False, is_async=True)
             b_a = warpgroup_mma(q_s, k_s.permute([1, 0]), zero, use_acc=False, is_async=True)
             b_qw = warpgroup_mma_wait(1, [b_qw])
-            b_qw = _left(_round(gl.where(o_r[:, None] >= o_c[None, :], b_qw, 0.0)), L_C)
+            b_qw = left_factor(to_half(gl.where(o_r[:, None] >= o_c[None, :], b_qw, 0.0)), L_C)
             b_p = warpgroup_mma(b_qw, x_s, zero, use_acc=False, is_async=True)
             b_a = warpgroup_mma(b_qw, t_s.permute([1, 0]), b_a, is_async=True)
             b_p = warpgroup_mma_wait(1, [b_p])
             b_qb = warpgroup_mma(_identity(L_C, L_K), q_s, wide, use_acc=False, is_async=True)
-            b_qb = warpgroup_mma(_left(_round(-b_p), L_K), w_s, b_qb, is_async=True)
+            b_qb = warpgroup_mma(left_factor(to_half(-b_p), L_K), w_s, b_qb, is_async=True)
             b_a = warpgroup_mma_wait(2, [b_a])
             _store_scores(b_a, b_qs, c_s, p_diag, L_C)
             b_qb = warpgroup_mma_wait(0, [b_qb])

@@ -56,14 +56,14 @@ def _product_blocks():
 
 
 @gluon.jit
-def _round(x):
+def to_half(x):
     """x in float16, two at a time."""
     return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2)
 
 
 @gluon.jit
-def _pieces(x):
-    """x as the sum of two numbers in float16: as ``inverse._pieces``, two at a time."""
+def two_pieces(x):
+    """x as the sum of two numbers in float16: as ``inverse.two_pieces``, two at a time."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;
@@ -85,7 +85,7 @@ def _pieces(x):
 
 
 @gluon.jit
-def _left(b, L: gl.constexpr):
+def left_factor(b, L: gl.constexpr):
     """b, laid out as a product, as the left factor of a product laid out as L: it stays where it is."""
     return gl.convert_layout(b, gl.DotOperandLayout(0, L, 2))
 
@@ -104,20 +104,20 @@ def _sixteens(b):
 def _add_blocks(acc, a, b_s, n: gl.constexpr, m: gl.constexpr, USE: gl.constexpr, L: gl.constexpr):
     """Starts acc + a b, of which only columns of a and rows of b in the n-th and m-th 16 are not 0."""
     parts = _sixteens(a)
-    acc = warpgroup_mma(_left(parts[n], L), b_s.slice(16 * n, 16), acc, use_acc=USE, is_async=True)
-    return warpgroup_mma(_left(parts[m], L), b_s.slice(16 * m, 16), acc, is_async=True)
+    acc = warpgroup_mma(left_factor(parts[n], L), b_s.slice(16 * n, 16), acc, use_acc=USE, is_async=True)
+    return warpgroup_mma(left_factor(parts[m], L), b_s.slice(16 * m, 16), acc, is_async=True)
 
 
 @gluon.jit
-def _merge(b_l, b_x, x_s, y_s, t_s, u_s, h: gl.constexpr, L_C: gl.constexpr):
-    """As ``inverse._merge``: diagonal blocks of size 2h inverted, given those of size h. # [64, 64]"""
+def merge_blocks(b_l, b_x, x_s, y_s, t_s, u_s, h: gl.constexpr, L_C: gl.constexpr):
+    """As ``inverse.merge_blocks``: diagonal blocks of size 2h inverted, given those of size h. # [64, 64]"""
     o_r, o_c = gl.arange(0, 64, gl.SliceLayout(1, L_C)), gl.arange(0, 64, gl.SliceLayout(0, L_C))
     m_b = (o_r // (2 * h))[:, None] == (o_c // (2 * h))[None, :]
     m_b = m_b & ((o_r // h)[:, None] != (o_c // h)[None, :])
-    x_hi, x_lo = _pieces(b_x)
+    x_hi, x_lo = two_pieces(b_x)
     x_s.store(x_hi)
     y_s.store(x_lo)
-    l_hi, l_lo = _pieces(gl.where(m_b, -b_l, 0.0))
+    l_hi, l_lo = two_pieces(gl.where(m_b, -b_l, 0.0))
     fence_async_shared()
     e: gl.constexpr = 2 if h == 16 else 1  # the upper blocks are sixteens 0 and e, the lower ones d and d + e
     d: gl.constexpr = h // 16
@@ -125,7 +125,7 @@ def _merge(b_l, b_x, x_s, y_s, t_s, u_s, h: gl.constexpr, L_C: gl.constexpr):
     b_t = _add_blocks(zero, l_hi, x_s, 0, e, False, L_C)
     b_t = _add_blocks(b_t, l_lo, x_s, 0, e, True, L_C)
     b_t = _add_blocks(b_t, l_hi, y_s, 0, e, True, L_C)
-    t_hi, t_lo = _pieces(warpgroup_mma_wait(0, [b_t]))
+    t_hi, t_lo = two_pieces(warpgroup_mma_wait(0, [b_t]))
     t_s.store(t_hi)
     u_s.store(t_lo)
     fence_async_shared()
@@ -136,7 +136,7 @@ def _merge(b_l, b_x, x_s, y_s, t_s, u_s, h: gl.constexpr, L_C: gl.constexpr):
 
 
 @gluon.jit
-def _invert_sixteens(b_l, d_s, L_C: gl.constexpr):
+def invert_sixteens(b_l, d_s, L_C: gl.constexpr):
     """Inverses of the diagonal 16 x 16 blocks of I + b_l, by rows; 0 beside them. # [64, 64]
 
     A warp holds a block, each thread half of a column, so that no step crosses warps; d_s [16, 64] float32 is scratch.

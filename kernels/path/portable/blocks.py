@@ -29,41 +29,41 @@ from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
 from attnzoo.kernels.path.fits import blocks_in_gluon
 
-from .inverse import _mm, _pieces, _unit_lower_inverse, _unit_rows, launch
+from .inverse import launch, mm, two_pieces, unit_lower_inverse, unit_rows
 from .tree import new_tree
 
 
 @triton.jit
-def _zeros_as(b_acc):
+def zeros_as(b_acc):
     """Zeros in the layout of the product b_acc."""
     return tl.where(tl.arange(0, b_acc.shape[0])[:, None] < 0, b_acc, 0.0)
 
 
 @triton.jit
-def _identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
+def identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
     """I in the layout of the product b_acc, so that it stays in registers as a left factor. # [C, C]"""
     o_c = tl.arange(0, C)
-    return tl.where(o_c[:, None] == o_c[None, :], 1.0, _zeros_as(b_acc)).to(DT)
+    return tl.where(o_c[:, None] == o_c[None, :], 1.0, zeros_as(b_acc)).to(DT)
 
 
 @triton.jit
 def _store_product(p_m, plane, p_w, w_hi, w_lo, b_x, o_c, o_k, stride_wt, R, K: tl.constexpr, BK: tl.constexpr,
                    NW: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """M = I - Y^T W in two pieces of dtype DT, a plane apart; Y^T = W^T X^T, w in NW pieces."""
-    x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
+    x_hi, x_lo = two_pieces(b_x, DT)  # [C, C]
     for i in tl.static_range(0, BK, 64):  # rows of M at a time: all at once spill
         o_i = i + tl.arange(0, 64)
-        v_hi, v_lo = _pieces(load_tile(p_w, o_c, o_i, stride_wt, R, K, BK, True), DT)  # [C, 64]
+        v_hi, v_lo = two_pieces(load_tile(p_w, o_c, o_i, stride_wt, R, K, BK, True), DT)  # [C, 64]
         b_y = tl.dot(tl.trans(v_hi), tl.trans(x_hi))  # [64, C]
         b_y = tl.dot(tl.trans(v_hi), tl.trans(x_lo), b_y)
         if NW == 2:
             b_y = tl.dot(tl.trans(v_lo), tl.trans(x_hi), b_y)
-        y_hi, y_lo = _pieces(b_y, DT)
+        y_hi, y_lo = two_pieces(b_y, DT)
         b_m = tl.dot(y_hi, w_hi)  # [64, BK]
         b_m = tl.dot(y_lo, w_hi, b_m)
         if NW == 2:
             b_m = tl.dot(y_hi, w_lo, b_m)
-        m_hi, m_lo = _pieces(tl.where(o_i[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
+        m_hi, m_lo = two_pieces(tl.where(o_i[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
         p_t, m_k = p_m + o_i[:, None] * K + o_k[None, :], (o_i < K)[:, None] & (o_k < K)[None, :]
         tl.store(p_t, m_hi, mask=m_k)
         tl.store(p_t + plane, m_lo, mask=m_k)
@@ -100,18 +100,18 @@ def path_block_fwd_kernel(
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=o_c < R, other=0.0)
     b_beta = b_beta.to(tl.float32)
     zeros, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    w_hi, w_lo = _pieces(b_w, DT)
+    w_hi, w_lo = two_pieces(b_w, DT)
     b_l = tl.dot(w_hi, tl.trans(w_hi))
     if NW == 2:
         b_l = tl.dot(w_lo, tl.trans(w_hi), b_l)
         b_l = tl.dot(w_hi, tl.trans(w_lo), b_l)
     b_l = tl.where(o_c[:, None] > o_c[None, :], b_l * b_beta[:, None], 0.0)
-    b_v = _unit_lower_inverse(b_l, p_diag + ((i_b * n_c + i_c) * H + i_g * REP) * (C * C), C, DT)
+    b_v = unit_lower_inverse(b_l, p_diag + ((i_b * n_c + i_c) * H + i_g * REP) * (C * C), C, DT)
     b_x = b_v * b_beta[None, :]  # [C, C]
     if KEEP:
         o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_kv + o_cc, b_v.to(p_kv.dtype.element_ty))
-        x_hi, x_lo = _pieces(b_x, p_kx.dtype.element_ty)
+        x_hi, x_lo = two_pieces(b_x, p_kx.dtype.element_ty)
         tl.store(p_kx + o_cc, x_hi)
         if p_kx.dtype.element_ty != tl.float32:
             tl.store(p_kx + B.to(tl.int64) * n_c * G * (C * C) + o_cc, x_lo)
@@ -120,33 +120,33 @@ def path_block_fwd_kernel(
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     p_q += i_b * stride_qb + r * stride_qt
-    b_k, b_ks = _unit_rows(b_k, NI, DT)
+    b_k, b_ks = unit_rows(b_k, NI, DT)
     if NB == 1:
         b_w = b_w.to(DT)
     if NP == 1:
         b_x = b_x.to(DT)
 
-    b_kw = tl.where(o_c[:, None] < o_c[None, :], -_mm(b_k, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
-    b_eye = _identity(b_kw, C, DT)
-    b_z = _mm(b_kw, tl.trans(b_x), zeros, NP, NP, DT)  # -Z^T
+    b_kw = tl.where(o_c[:, None] < o_c[None, :], -mm(b_k, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
+    b_eye = identity(b_kw, C, DT)
+    b_z = mm(b_kw, tl.trans(b_x), zeros, NP, NP, DT)  # -Z^T
     if NP == 1:
         b_z = b_z.to(DT)
-    b_kb = _mm(b_z, b_w, _mm(b_eye, b_k, wide, 1, NI, DT), NP, NB, DT) * b_ks[:, None]
+    b_kb = mm(b_z, b_w, mm(b_eye, b_k, wide, 1, NI, DT), NP, NB, DT) * b_ks[:, None]
     p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
     tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
     for j in range(REP):
         i_h = i_g * REP + j
         b_q = load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
-        b_q, b_qs = _unit_rows(b_q, NI, DT)
-        b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
+        b_q, b_qs = unit_rows(b_q, NI, DT)
+        b_qw = tl.where(o_c[:, None] >= o_c[None, :], mm(b_q, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
         if NP == 1:
             b_qw = b_qw.to(DT)
-        b_a = _mm(b_qw, tl.trans(b_z), _mm(b_q, tl.trans(b_k), zeros, NI, NI, DT), NP, NP, DT)
+        b_a = mm(b_qw, tl.trans(b_z), mm(b_q, tl.trans(b_k), zeros, NI, NI, DT), NP, NP, DT)
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :] // 4 * 4)  # four at once
-        b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
+        b_p = mm(b_qw, b_x, zeros, NP, NP, DT)
         b_q += 0.0  # a copy for the compiler: it enters shared memory here, once the products above have left it
-        b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NB, DT) * b_qs[:, None]
+        b_qb = mm(-b_p, b_w, mm(b_eye, b_q, wide, 1, NI, DT), NP, NB, DT) * b_qs[:, None]
         p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)
 

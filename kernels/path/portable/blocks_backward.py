@@ -18,8 +18,8 @@ from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Kept, Leaves, tree_block
 from attnzoo.kernels.path.fits import block_backward_at_once
 
-from .blocks import _identity, _zeros_as
-from .inverse import _mm, _mm_pair, _pieces, _power_of_two, launch
+from .blocks import identity, zeros_as
+from .inverse import launch, mm, mm_pair, power_of_two, two_pieces
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -29,7 +29,7 @@ def _of_scores(p_da, b_acc, o_c, R, C: tl.constexpr, NG: tl.constexpr, DT: tl.co
     """tril(dA) of one query head, laid out as the product b_acc. # [C, C]"""
     m_a = (o_c[:, None] >= o_c[None, :] // 8 * 8) & (o_c < R)[:, None]  # entries that one load reads
     d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_a, other=0.0).to(tl.float32)
-    d_a = tl.where(o_c[:, None] >= o_c[None, :], d_a, _zeros_as(b_acc))
+    d_a = tl.where(o_c[:, None] >= o_c[None, :], d_a, zeros_as(b_acc))
     return d_a.to(DT) if NG == 1 else d_a
 
 
@@ -45,14 +45,14 @@ def _head_dq(p_da, p_dq, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_dqt, 
              C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """E = dqb W^T, dA and dQW of one query head # [C, C] each; dQ, stored."""
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
+    d_e = mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
     d_a = _of_scores(p_da, d_e, o_c, R, C, NG, DT)
     if NG == 1:
         d_e = d_e.to(DT)
-    d_qw = _mm(d_a, b_zt, _mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
-    b_eye = _identity(d_qw, C, DT)
+    d_qw = mm(d_a, b_zt, mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
+    b_eye = identity(d_qw, C, DT)
     d_qw = _lower(-d_qw, o_c, NG, DT)
-    d_q = _mm(d_qw, b_w, _mm(d_a, b_k, _mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
+    d_q = mm(d_qw, b_w, mm(d_a, b_k, mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
     p_dq += o_c[:, None] * stride_dqt + o_k[None, :]
     tl.store(p_dq, d_q.to(p_dq.dtype.element_ty), mask=(o_c < R)[:, None] & (o_k < K)[None, :])
     return d_e, d_a, d_qw
@@ -77,22 +77,22 @@ def _product_bwd(d_w, d_x, b_w, b_x, p_dm, p_v, p_beta, p_dbeta, o_c, o_k, R, st
     b_beta = tl.load(p_beta + o_c.to(tl.int64) * stride_bt, mask=m_c, other=0.0).to(tl.float32)
     b_v = tl.load(p_v + o_c[:, None] * C + o_c[None, :])
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    b_f = -_mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
-    b_wm = -_mm(b_w, d_m, wide, NW, NG, DT)
+    b_f = -mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
+    b_wm = -mm(b_w, d_m, wide, NW, NG, DT)
     if NG == 1:
         b_f, b_wm = b_f.to(DT), b_wm.to(DT)
-    d_x = _mm(b_f, tl.trans(b_w), d_x, NG, NW, DT)
-    s, inv = _power_of_two(tl.max(tl.abs(d_x)))  # over rows, then columns, Triton 3.6 and 3.7 fail for Blackwell
-    d_l = _mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
+    d_x = mm(b_f, tl.trans(b_w), d_x, NG, NW, DT)
+    s, inv = power_of_two(tl.max(tl.abs(d_x)))  # over rows, then columns, Triton 3.6 and 3.7 fail for Blackwell
+    d_l = mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
     d_beta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], d_l, 0.0), 1)
-    d_l = tl.where(o_c[:, None] > o_c[None, :], -_mm(d_l * b_beta[None, :], tl.trans(b_v), cc, NG, NG, DV), 0.0)
-    d_beta = (d_beta + tl.sum(d_l * _mm(b_w, tl.trans(b_w), cc, NW, NW, DT), 1)) * s
+    d_l = tl.where(o_c[:, None] > o_c[None, :], -mm(d_l * b_beta[None, :], tl.trans(b_v), cc, NG, NG, DV), 0.0)
+    d_beta = (d_beta + tl.sum(d_l * mm(b_w, tl.trans(b_w), cc, NW, NW, DT), 1)) * s
     d_s = d_l * (b_beta * s)[:, None]
     if NG == 1:
         d_s = d_s.to(DT)
-    d_w = _mm(tl.trans(b_x), b_f, d_w, NG, NG, DT)
-    d_w = _mm(tl.trans(d_s), b_w, _mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
-    d_w = _mm(b_x, b_wm, d_w, NG, NG, DT)
+    d_w = mm(tl.trans(b_x), b_f, d_w, NG, NG, DT)
+    d_w = mm(tl.trans(d_s), b_w, mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
+    d_w = mm(b_x, b_wm, d_w, NG, NG, DT)
     tl.store(p_dbeta + o_c.to(tl.int64) * stride_dbt, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
     return d_w
 
@@ -139,9 +139,9 @@ def path_block_bwd_kernel(
     b_x = tl.load(p_x + o_cc)  # [C, C]
     b_xl = tl.load(p_x + B.to(tl.int64) * n_c * G * (C * C) + o_cc) if NX == 2 else b_x
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    b_wk = tl.where(m_up, _mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    b_wk = tl.where(m_up, mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
     b_kw = b_wk.to(DT) if NG == 1 else b_wk
-    b_zt = _mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
+    b_zt = mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
     if NG == 1:
         b_zt = b_zt.to(DT)
     d_k, d_w, d_zt = wide, wide, cc
@@ -150,54 +150,54 @@ def path_block_bwd_kernel(
         d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
         d_e, d_a, d_qw = _head_dq(p_da, p_dq, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_dqt, R, K, BK, C, NW,
                                   NG, NX, DT)  # fmt: skip
-        b_qw = _lower(_mm(b_q, tl.trans(b_w), cc, 1, NW, DT), o_c, NG, DT)
-        d_x = _mm(tl.trans(b_qw), d_e, cc, NG, NG, DT)
-        d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
+        b_qw = _lower(mm(b_q, tl.trans(b_w), cc, 1, NW, DT), o_c, NG, DT)
+        d_x = mm(tl.trans(b_qw), d_e, cc, NG, NG, DT)
+        d_zt = mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
     else:  # E = dqb W^T: of all heads together QW^T E is U W^T, with U = QW^T dqb
         b_u = wide
         for j in range(REP):
             b_q = load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
             d_qb = load_tile(p_dqb + j * K, o_c, o_k, H * K, R, K, BK, True)
-            b_qw = _mm(b_q, tl.trans(b_w), cc, 1, NW, DT)
+            b_qw = mm(b_q, tl.trans(b_w), cc, 1, NW, DT)
             d_a, b_qw = _of_scores(p_da + j * (C * C), b_qw, o_c, R, C, NG, DT), _lower(b_qw, o_c, NG, DT)
-            d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
-            d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
-            b_u = _mm(tl.trans(b_qw), d_qb, b_u, NG, 1, DT)
+            d_zt = mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
+            d_k = mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+            b_u = mm(tl.trans(b_qw), d_qb, b_u, NG, 1, DT)
         if NG == 1:
             b_u = b_u.to(DT)
-        d_x = _mm(b_u, tl.trans(b_w), cc, NG, NW, DT)
+        d_x = mm(b_u, tl.trans(b_w), cc, NG, NW, DT)
     d_kb = load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
-    d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
+    d_zt = -mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
     if NG == 1:  # still two pieces: what is made of dZ goes through V again
-        d_zt, d_zl = _pieces(d_zt, DT)
-        d_x = _mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
-        d_kw = _mm(d_zl, b_x, cc, 1, 1, DT)
+        d_zt, d_zl = two_pieces(d_zt, DT)
+        d_x = mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
+        d_kw = mm(d_zl, b_x, cc, 1, 1, DT)
     else:
         d_x, d_kw = -d_x, cc
-    d_x = _mm(tl.trans(d_zt), b_kw, d_x, NG, NG, DT)
+    d_x = mm(tl.trans(d_zt), b_kw, d_x, NG, NG, DT)
     if not WHOLE:
         tl.store(p_dx + o_cc, d_x)
-    d_kw = tl.where(m_up, _mm_pair(d_zt, b_x, b_xl, False, d_kw, NG, NX, DT), 0.0)
-    b_eye = _identity(d_kw, C, DT)
+    d_kw = tl.where(m_up, mm_pair(d_zt, b_x, b_xl, False, d_kw, NG, NX, DT), 0.0)
+    b_eye = identity(d_kw, C, DT)
     if NG == 1:
         d_kw = d_kw.to(DT)
     m_ck = (o_c < R)[:, None] & (o_k < K)[None, :]
     if REP == 1:
-        d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
-    d_k = _mm(d_kw, b_w, _mm(b_eye, d_kb, d_k, 1, 1, DT), NG, NW, DT)
+        d_k = mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+    d_k = mm(d_kw, b_w, mm(b_eye, d_kb, d_k, 1, 1, DT), NG, NW, DT)
     p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
     tl.store(p_dk, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
     if REP == 1:
-        d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
-        b_p = -_mm_pair(b_qw, b_x, b_xl, False, cc, NG, NX, DT)
+        d_w = mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+        b_p = -mm_pair(b_qw, b_x, b_xl, False, cc, NG, NX, DT)
         if NG == 1:
             b_p = b_p.to(DT)
-        d_w = _mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
+        d_w = mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
     else:
-        d_w = _mm(tl.trans(-b_x), b_u, d_w, NG, NG, DT)
+        d_w = mm(tl.trans(-b_x), b_u, d_w, NG, NG, DT)
         if NX == 2:
-            d_w = _mm(tl.trans(-b_xl), b_u, d_w, NG, NG, DT)
-    d_w = _mm(tl.trans(d_kw), b_k, _mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
+            d_w = mm(tl.trans(-b_xl), b_u, d_w, NG, NG, DT)
+    d_w = mm(tl.trans(d_kw), b_k, mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
     if WHOLE:
         p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
         p_v += ((i_b * n_c + i_c) * G + i_g) * (C * C)
@@ -211,7 +211,7 @@ def path_block_bwd_kernel(
             _, _, d_qw = _head_dq(p_da + j * (C * C), p_dq + j * stride_dqh, d_qb, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k,
                                   stride_dqt, R, K, BK, C, NW, NG, NX, DT)  # fmt: skip
             b_q = load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
-            d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+            d_w = mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
     p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 

@@ -30,26 +30,26 @@ from attnzoo.kernels.levels.layout import (
     level_rows,
 )
 
-from .inverse import _mm, _row_scale
-from .tree import _first_key, _node, _ones, _scale_at, node_options, starts, tree
+from .inverse import mm, row_scale
+from .tree import first_key_of, load_node, node_options, popcount, scale_at, starts, tree
 
 
 @triton.jit
 def _mm_node(b_x, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NP: tl.constexpr,
              DT: tl.constexpr):  # fmt: skip
     """b_x N or b_x N^T, the node at p in two pieces, a plane apart; with NP = 1 the first one does. # float32"""
-    b_n = _node(p, o_k, o_k, K)
-    b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, tl.zeros([b_x.shape[0], BK], tl.float32), NP, 1, DT)
+    b_n = load_node(p, o_k, o_k, K)
+    b = mm(b_x, tl.trans(b_n) if TRANS else b_n, tl.zeros([b_x.shape[0], BK], tl.float32), NP, 1, DT)
     if NP == 2:
-        b_n = _node(p + plane, o_k, o_k, K)
-        b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, b, 1, 1, DT)
+        b_n = load_node(p + plane, o_k, o_k, K)
+        b = mm(b_x, tl.trans(b_n) if TRANS else b_n, b, 1, 1, DT)
     return b
 
 
 @triton.jit
 def _scaled(b, NP: tl.constexpr, DT: tl.constexpr):
     """Rows brought near 1, as _mm_node takes them in NP pieces of dtype DT, and what they were divided by."""
-    b_s, b_inv = _row_scale(b)
+    b_s, b_inv = row_scale(b)
     b *= b_inv[:, None]
     return b_s, b.to(DT) if NP == 1 else b
 
@@ -68,12 +68,12 @@ def _acts(p_start, i_t, i_h, T, n, stride_sh, QUERY: tl.constexpr, REP: tl.const
     if QUERY:
         m_s = b_u % 2 == 1
         if HAS_START:
-            m_s = m_s & (_first_key(p_start, i_t, i_h, stride_sh, REP) < (b_u << o_s) * 128)
+            m_s = m_s & (first_key_of(p_start, i_t, i_h, stride_sh, REP) < (b_u << o_s) * 128)
     else:
         b_right = (b_u + 1) << o_s
         m_s = (o_s < n) & (b_u % 2 == 0) & (b_right < tl.cdiv(T, 128))
         if HAS_START:
-            b_key = _first_key(p_start, tl.where(m_s, b_right, 0), i_h, stride_sh, REP)
+            b_key = first_key_of(p_start, tl.where(m_s, b_right, 0), i_h, stride_sh, REP)
             m_s = m_s & (b_key < i_t * 128 + 128)
     return tl.sum(tl.where(m_s, 1 << o_s, 0), 0), b_key
 
@@ -114,7 +114,7 @@ def path_carry_kernel(
     i_b, i_h, i_t = (i_bh // H).to(tl.int64), i_bh % H, i_u // 2
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     act, _ = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
-    count = _ones(act)
+    count = popcount(act)
     m_c = (i_u * C + o_c < T)[:, None] & (o_k < K)[None, :]
     o_x = o_c[:, None] * (H * K) + o_k[None, :]
     p_x += ((i_b * T + i_u * C) * H + i_h) * K
@@ -128,7 +128,7 @@ def path_carry_kernel(
         s = _top_bit(act & -act)
         p = p_level + (s * B * Tr.to(tl.int64) + _unit_row(i_t, s, QUERY)) * (H * K)
         tl.store(p + o_x, (b_x.to(tl.float32) * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_c)
-        i_n = _scale_at(units, s + 1) + ((i_t >> s) ^ 1)
+        i_n = scale_at(units, s + 1) + ((i_t >> s) ^ 1)
         act &= act - 1
     for _ in tl.range(tl.where(moves, 0, 1), count, num_stages=NS):
         b_y = _mm_node(b_x, p_node + i_n.to(tl.int64) * (G * K * K), plane, o_k, QUERY, K, BK, NP, DT)
@@ -136,7 +136,7 @@ def path_carry_kernel(
         s = _top_bit(act & -act)
         p = p_level + (s * B * Tr.to(tl.int64) + _unit_row(i_t, s, QUERY)) * (H * K)
         tl.store(p + o_x, (b_y * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_c)
-        i_n = _scale_at(units, s + 1) + ((i_t >> s) ^ 1)
+        i_n = scale_at(units, s + 1) + ((i_t >> s) ^ 1)
         act &= act - 1
 
 
@@ -186,7 +186,7 @@ def path_carry_bwd_kernel(
     i_b, i_h, i_t = (i_bh // H).to(tl.int64), i_bh % H, i_u // 2
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     act, b_key = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
-    count = _ones(act)
+    count = popcount(act)
     meets = moves & (i_t * 128 + C < T)
     m_c = (i_u * C + o_c < T)[:, None] & (o_k < K)[None, :]
     o_x = o_c[:, None] * (H * K) + o_k[None, :]
@@ -211,7 +211,7 @@ def path_carry_bwd_kernel(
             tl.store(p + o_x, b_d, mask=m_c & (i > 0))
         b_s, b_x = _scaled(b_y * b_s[:, None] + b_g.to(tl.float32), NP, DT)
         p, m, s, act = _down(act, b_key, i_u, o_c, meets, p_level, p_d, H * K, BTr, QUERY, HAS_START)
-        i_n = tl.where(i + 1 < count, _scale_at(units, s + 1) + ((i_t >> s) ^ 1), i_u ^ 1).to(tl.int64)
+        i_n = tl.where(i + 1 < count, scale_at(units, s + 1) + ((i_t >> s) ^ 1), i_u ^ 1).to(tl.int64)
         b_y = _mm_node(b_x, p_node + i_n * (G * K * K), plane, o_k, not QUERY, K, BK, NP, DT)
     b_y *= b_s[:, None]
     p_own, m_own = p + o_x, m_c & m[:, None]

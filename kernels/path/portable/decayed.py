@@ -32,7 +32,7 @@ from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.levels.layout import BLOCK, Leaves, tree_block
 
-from .inverse import _mm, _pieces, _unit_lower_inverse
+from .inverse import mm, two_pieces, unit_lower_inverse
 from .tree import new_tree
 
 CALM = tl.constexpr(-12.0)
@@ -139,7 +139,7 @@ def path_decayed_pairs_kernel(
             b_xk += tl.where(m_i, tl.dot(b_y, tl.trans(b_k * b_e), input_precision=PREC), 0.0)
             b_e = tl.trans(b_w * b_e)
             if FINE:
-                b_e = _mm(b_y, b_e, tl.zeros([C, C], tl.float32), 2, 2, tl.float16)
+                b_e = mm(b_y, b_e, tl.zeros([C, C], tl.float32), 2, 2, tl.float16)
             else:
                 b_e = tl.dot(b_y, b_e, input_precision=PREC)
             b_xw += tl.where(m_i, b_e, 0.0)
@@ -160,7 +160,7 @@ def path_decayed_inverse_kernel(
     p_beta += i_b * stride_bb + i_h * stride_bh + (r + o_c) * stride_bt
     b_beta = tl.load(p_beta, mask=o_c < R, other=0.0).to(tl.float32)
     b_l = tl.load(p_ww + o_cc) * b_beta[:, None]
-    b_v = _unit_lower_inverse(b_l, p_x + i_n * (C * C), C, tl.float16)
+    b_v = unit_lower_inverse(b_l, p_x + i_n * (C * C), C, tl.float16)
     tl.store(p_v + o_cc, b_v)
     tl.store(p_x + o_cc, b_v * b_beta[None, :])
 
@@ -231,7 +231,7 @@ def path_decayed_product_kernel(
             b_e = sum_channel_gates(m_after, load_channel_gates(p_a, o_c, o_n, stride_at, R, K), NP)
             b_w = decayed_rows(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
             b_m = tl.where(o_r[:, None] == o_n[None, :], b_d[:, None], 0.0)
-            m_hi, m_lo = _pieces(b_m - tl.dot(b_y, b_w, input_precision="tf32x3"), p_m.dtype.element_ty)
+            m_hi, m_lo = two_pieces(b_m - tl.dot(b_y, b_w, input_precision="tf32x3"), p_m.dtype.element_ty)
             p_t, m_k = p_m + o_r[:, None] * K + o_n[None, :], (o_r < K)[:, None] & (o_n < K)[None, :]
             tl.store(p_t, m_hi, mask=m_k)
             tl.store(p_t + plane, m_lo, mask=m_k)

@@ -34,7 +34,7 @@ def launch(part: str, K: int) -> dict[str, int | None]:
 
 
 @triton.jit
-def _power_of_two(m, LEAST: tl.constexpr = 1e-37):
+def power_of_two(m, LEAST: tl.constexpr = 1e-37):
     """Powers of two near m >= 0 (1 for an m up to LEAST), and their inverses."""
     s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     s = tl.where((s > LEAST) & (s < 1e38), s, 1.0)
@@ -42,19 +42,19 @@ def _power_of_two(m, LEAST: tl.constexpr = 1e-37):
 
 
 @triton.jit
-def _row_scale(x):
+def row_scale(x):
     """Powers of two that bring the rows of x near 1, and their inverses. # [rows] each"""
-    return _power_of_two(tl.max(tl.abs(x.to(tl.float32)), 1))
+    return power_of_two(tl.max(tl.abs(x.to(tl.float32)), 1))
 
 
 @triton.jit
-def _tile_scale(x, LEAST: tl.constexpr = 1e-37):
+def tile_scale(x, LEAST: tl.constexpr = 1e-37):
     """A power of two near the largest entry of x (1 for one up to LEAST), and its inverse."""
-    return _power_of_two(tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0), LEAST)
+    return power_of_two(tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0), LEAST)
 
 
 @triton.jit
-def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
+def mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
     """acc + a b, computed with factors of dtype DT.
 
     A factor that one rounding to DT would spoil is split in two (NA = 2 for a, NB = 2 for b): its rounding and what the
@@ -74,40 +74,40 @@ def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
-def _pieces(x, DT: tl.constexpr):
+def two_pieces(x, DT: tl.constexpr):
     """x as the sum of two numbers of dtype DT."""
     hi = x.to(DT)
     return hi, (x.to(tl.float32) - hi.to(tl.float32)).to(DT)
 
 
 @triton.jit
-def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
+def mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
     """acc + a (b + b_lo), or with its transpose; without b_lo if NX = 1."""
-    acc = _mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
+    acc = mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
     if NX == 2:
-        acc = _mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
+        acc = mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
     return acc
 
 
 @triton.jit
-def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
+def unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
     """The rows of x brought near 1 by powers of two, in dtype DT if one piece is enough, and these powers."""
-    s, inv = _row_scale(x)
+    s, inv = row_scale(x)
     x = x.to(tl.float32) * inv[:, None]
     return x.to(DT) if NP == 1 else x, s
 
 
 @triton.jit
-def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+def merge_blocks(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
     """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
     o_c = tl.arange(0, C)
     m_b = (o_c[:, None] // (2 * h) == o_c[None, :] // (2 * h)) & (o_c[:, None] // h != o_c[None, :] // h)
-    b_t = _mm(tl.where(m_b, -b_l, 0.0), b_x, tl.zeros([C, C], tl.float32), 2, 2, DT)
-    return _mm(b_x, b_t, b_x, 2, 2, DT)
+    b_t = mm(tl.where(m_b, -b_l, 0.0), b_x, tl.zeros([C, C], tl.float32), 2, 2, DT)
+    return mm(b_x, b_t, b_x, 2, 2, DT)
 
 
 @triton.jit
-def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
+def unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
     """(I + b_l)^-1 of a strictly lower triangular matrix: 16 x 16 blocks by rows, then pairs of blocks. # [C, C]
 
     A warp holds a block, each thread half of a column, so that no step crosses warps; rows of b_l are read back from
@@ -127,8 +127,8 @@ def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
     b_i = tl.reshape(tl.permute(b_i, (1, 0, 2, 3)), [N, 16, 16])
     b_x = tl.reshape(tl.broadcast_to(b_i[:, :, None, :], [N, 16, N, 16]), [C, C])
     b_x = tl.where(o_c[:, None] // 16 == o_c[None, :] // 16, b_x, b_l * 0.0)  # laid out as b_l
-    b_x = _merge(b_l, b_x, 16, C, DT)
-    b_x = _merge(b_l, b_x, 32, C, DT)
+    b_x = merge_blocks(b_l, b_x, 16, C, DT)
+    b_x = merge_blocks(b_l, b_x, 32, C, DT)
     return b_x
 
 

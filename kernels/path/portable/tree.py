@@ -39,19 +39,19 @@ from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.levels.layout import BLOCK, Carried, Leaves, Levels, tree_block, tree_offset, tree_scales
 
-from .inverse import _tile_scale, launch
+from .inverse import launch, tile_scale
 
 STAGES = {"tree": 2, "carry": 1, "carry_bwd": 2, "node": 3}  # of the pipelined loops, where float16 pieces fit
 
 
 @triton.jit
-def _node(p, o_r, o_c, K: tl.constexpr):
+def load_node(p, o_r, o_c, K: tl.constexpr):
     """Rows o_r and columns o_c of a matrix."""
     return tl.load(p + o_r[:, None] * K + o_c[None, :], mask=(o_r < K)[:, None] & (o_c < K)[None, :], other=0.0)
 
 
 @triton.jit
-def _ones(x):
+def popcount(x):
     """Set bits of x >= 0."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -61,14 +61,14 @@ def _ones(x):
 
 
 @triton.jit
-def _scale_at(units, s):
+def scale_at(units, s):
     """``levels.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
     last = units - 1
-    return s + 2 * (last - (last >> s)) - _ones(last & ((1 << s) - 1))
+    return s + 2 * (last - (last >> s)) - popcount(last & ((1 << s) - 1))
 
 
 @triton.jit
-def _first_key(p_start, i_t, i_h, stride_sh, REP: tl.constexpr):
+def first_key_of(p_start, i_t, i_h, stride_sh, REP: tl.constexpr):
     """First key of units of rows i_t, the least over REP heads."""
     first = tl.load(p_start + i_h * REP * stride_sh + i_t)
     for j in range(1, REP):
@@ -82,7 +82,7 @@ def _needed(p_start, v, h, T, i_g, stride_sh, REP: tl.constexpr, HAS_START: tl.c
     end = (v + 1) * h
     first = 0
     if HAS_START:
-        first = _first_key(p_start, tl.minimum(end, T - 1) // 128, i_g, stride_sh, REP)
+        first = first_key_of(p_start, tl.minimum(end, T - 1) // 128, i_g, stride_sh, REP)
     return (end < T) & (first < v * h)
 
 
@@ -92,13 +92,13 @@ def _add_product(b, p_x, p_y, plane_x, plane_y, o_k, K: tl.constexpr, BK: tl.con
     """b + x y, each K x K, transposed if TX or TY, in NP pieces a plane apart. # [BK, BK]"""
     for c in tl.range(0, BK, BC, num_stages=NS):
         o_c = c + tl.arange(0, BC)
-        b_x = tl.trans(_node(p_x, o_c, o_k, K)) if TX else _node(p_x, o_k, o_c, K)
-        b_y = tl.trans(_node(p_y, o_k, o_c, K)) if TY else _node(p_y, o_c, o_k, K)
+        b_x = tl.trans(load_node(p_x, o_c, o_k, K)) if TX else load_node(p_x, o_k, o_c, K)
+        b_y = tl.trans(load_node(p_y, o_k, o_c, K)) if TY else load_node(p_y, o_c, o_k, K)
         b = tl.dot(b_x, b_y, b)
         if NP == 2:
-            b_l = tl.trans(_node(p_x + plane_x, o_c, o_k, K)) if TX else _node(p_x + plane_x, o_k, o_c, K)
+            b_l = tl.trans(load_node(p_x + plane_x, o_c, o_k, K)) if TX else load_node(p_x + plane_x, o_k, o_c, K)
             b = tl.dot(b_l, b_y, b)
-            b_l = tl.trans(_node(p_y + plane_y, o_k, o_c, K)) if TY else _node(p_y + plane_y, o_c, o_k, K)
+            b_l = tl.trans(load_node(p_y + plane_y, o_k, o_c, K)) if TY else load_node(p_y + plane_y, o_c, o_k, K)
             b = tl.dot(b_x, b_l, b)
     return b
 
@@ -229,11 +229,11 @@ def path_node_bwd_kernel(
                 row = (((s - 1) * B + i_b) * Tk + u * h) * (G * K)
                 p_x, p_d = p_lk + row, p_dk + row
             if HAS_START:
-                begin = tl.maximum(_first_key(p_start, (mid + h) // 128, i_g, stride_sh, REP) - mid + h, 0) // BR * BR
+                begin = tl.maximum(first_key_of(p_start, (mid + h) // 128, i_g, stride_sh, REP) - mid + h, 0) // BR * BR
             for r in tl.range(begin, h, BR, num_stages=NS):
                 b = _add_outer(b, p_x + i_g * K, p_d + i_g * K, r + o_r, o_k, h, G * K, K, PREC)
         if (s + 1 < n) & _needed(p_start, v // 2, 2 * h, T, i_g, stride_sh, REP, HAS_START):
-            above = _scale_at(units, s + 1) + v // 2 - units
+            above = scale_at(units, s + 1) + v // 2 - units
             bits = tl.atomic_add(p_scale + above * G, 0, sem="acquire")
             while bits == 0:
                 bits = tl.atomic_add(p_scale + above * G, 0, sem="acquire")
@@ -250,7 +250,7 @@ def path_node_bwd_kernel(
         if s == 0:
             tl.store(p_dm, b.to(p_dm.dtype.element_ty), mask=m_k)
         else:
-            b_s, b_inv = _tile_scale(b, 1e-25)  # so that a child may multiply its own share by 1 / b_s
+            b_s, b_inv = tile_scale(b, 1e-25)  # so that a child may multiply its own share by 1 / b_s
             _store_pieces(p_dn + (i_n - units).to(tl.int64) * (G * K * K) + o_n, plane, b * b_inv, m_k, NP)
             tl.debug_barrier()  # all of it is stored
             tl.atomic_xchg(p_scale + (i_n - units) * G, b_s.to(tl.int32, bitcast=True), sem="release")
