@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -21,6 +22,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 PART = ".part"
 MARK = "made-by-attnzoo"  # marks folders that this module may remove
+_being_run: list[str] = []  # digests of the Python files that are being run, the innermost last
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -292,10 +294,29 @@ def python_file(name: str) -> str:
 def given_by(path: Path, name: str) -> Any:
     """The value of the variable `name` after running a Python file; None where it defines none.
 
+    A file is run once while its text stays, as what it registers would be another thing the second time.
+
     Raises:
         ValueError: the file raises; the message has the line.
     """
-    return getattr(run_file(path, f"attnzoo_{path.stem}"), name, None)
+    return getattr(_run_once(path, path.resolve(), _text_digest(path)), name, None)
+
+
+@functools.cache
+def _run_once(path: Path, whole: Path, digest: str) -> ModuleType:
+    """The module of a file; ``whole`` and ``digest`` tell it from others that had this path."""
+    return run_file(path, f"attnzoo_{path.stem}")
+
+
+def digest_being_run() -> str:
+    """The digest of the innermost Python file that :func:`run_file` is running; empty outside of one."""
+    return _being_run[-1] if _being_run else ""
+
+
+def _text_digest(path: Path) -> str:
+    if path.suffix != ".py":
+        raise ValueError(f"{path}: expected a Python file")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def run_file(path: Path, called: str) -> ModuleType:
@@ -304,13 +325,13 @@ def run_file(path: Path, called: str) -> ModuleType:
     Raises:
         ValueError: the file fails; the error says at which of its lines.
     """
-    if path.suffix != ".py":
-        raise ValueError(f"{path}: expected a Python file")
+    digest = _text_digest(path)
     spec = importlib.util.spec_from_file_location(called, path, loader=_Uncached(called, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve annotations in sys.modules
+    _being_run.append(digest)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -319,6 +340,8 @@ def run_file(path: Path, called: str) -> ModuleType:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {kind}{said}") from error
+    finally:
+        _being_run.pop()
     return module
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from attnzoo import registry
 from attnzoo.errors import unknown
@@ -18,7 +22,7 @@ def asked(experiment: Experiment, claims: Sequence[str]) -> Experiment:
 
     A claim is an ordering, ``fox < rope`` or ``L(i) @ 4: fox < rope < nope``: of the first probe or a named one, at its
     largest place or a given one. A model is an arm of the experiment, or a variant with options of its layers beside
-    those of all arms, as in ``fox block=llama qk_norm=rms``.
+    those of all arms, as in ``fox block=llama qk_norm=rms``, or ``FILE.py:NAME`` for a variant of one's own.
 
     Raises:
         ValueError: no ordering, an unknown arm, variant, probe or place.
@@ -28,7 +32,7 @@ def asked(experiment: Experiment, claims: Sequence[str]) -> Experiment:
     arms: dict[str, Arm] = {}
     expectations = []
     for claim in claims:
-        head, _, order = claim.rpartition(":")
+        [(head, order)] = re.findall(r"(?s)^(?:([^<]*?)(?<!\.py):)?(.*)$", claim)
         probe, _, at = (part.strip() for part in head.partition("@"))
         names = [name.strip() for name in order.split("<")]
         if len(names) < 2 or not all(names) or len(set(names)) < len(names):
@@ -51,12 +55,19 @@ def _with_those_before(experiment: Experiment, name: str) -> list[Arm]:
     if name in experiment.arm_names:
         arm = experiment.arm(name)
         return [*map(experiment.arm, reversed(experiment.before(arm))), arm]
-    variants = registry.list_variants()
     try:
         variant, *options = shlex.split(name)
     except ValueError as error:
         raise ValueError(f"claim: expected a variant with options as in a shell, got {name!r} ({error})") from None
+    if ".py" in variant:
+        variant, *others = registry.names_of(variant)
+        if others:
+            raise ValueError(f"claim: expected FILE.py:NAME with one of {variant}, {', '.join(others)}, got {name!r}")
+    variants = *registry.list_variants(), *registry.list_variants("other")
     if variant not in variants:
         known = dict.fromkeys([*experiment.arm_names, *variants])
-        raise unknown("arm", name, known, "a variant with options, as 'fox block=llama'")
-    return [Arm(name, variant, read_settings(options))]
+        raise unknown("arm", name, known, "a variant with options, as 'fox block=llama', or FILE.py:NAME")
+    try:
+        return [Arm(name, variant, read_settings(options))]
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"claim: expected options that can be read, as 'window=512', got {name!r}") from error

@@ -15,7 +15,7 @@ from attnzoo.errors import UnavailableError
 CLAIM = click.option(
     "--claim", "claims", multiple=True, metavar="ORDER",
     help="Whether these models alone are in this order: 'fox < rope', or 'L(i) @ 4: fox < rope' in another number. A "
-    "model is an arm, or a variant with options, as 'fox block=llama'.",
+    "model is an arm, or a variant with options, as 'fox block=llama' or FILE.py:NAME.",
 )  # fmt: skip
 SEEDS = click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
 
@@ -126,7 +126,9 @@ def run(
     asked += ["--rates", str(rates)] if rates else []
     asked += ["--resume-from", str(resume_from)] if resume_from else []
     asked += [word for claim in claims for word in ("--claim", claim)]
-    command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
+    files = click.get_current_context().find_root().params.get("files", ())
+    own = [word for file in files for word in ("--with", file)]
+    command = shlex.join(["attnzoo", *own, "experiment", "run", name, *overrides, *asked])
     record = load_outcome(resume_from, "--resume-from") if resume_from else None
     given = load_outcome(rates, "--rates") if rates else record
     tried = Counter(run.arm for run in record.tried) if record and not rates else Counter[str]()

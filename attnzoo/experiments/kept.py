@@ -16,9 +16,9 @@ from typing import Any
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.errors import unknown
-from attnzoo.experiments.experiment import Arm, Experiment, Size, find_size, rate_in_words
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, rate_in_words
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, best_rate, from_json
-from attnzoo.experiments.plan import Schedule
+from attnzoo.experiments.plan import Schedule, own_digest
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import parse_json, write_whole
 from attnzoo.training import newest_checkpoint
@@ -85,17 +85,21 @@ def further(losses: Mapping[float, float]) -> float | None:
 def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
     """Put the runs of an earlier result into the plan's folder where it has none, as if they had been made there.
 
+    The result may be of another experiment whose runs are the same; arms that no claim of the plan asks for are left.
+
     Raises:
-        ValueError: a run of another experiment, size, arm, seed or learning rate, or of other settings, text or probes.
+        ValueError: a run of another size, arm, seed or learning rate, or of other settings, text or probes.
     """
-    for name, wanted in (("experiment", Path(plan.name).stem), ("size", plan.size)):
-        if (found := getattr(record, name)) != wanted:
-            raise ValueError(f"--resume-from: expected a result of the {name} {wanted!r}, got {found!r}")
+    if record.size != plan.size:
+        raise ValueError(f"--resume-from: expected a result of the size {plan.size!r}, got {record.size!r}")
+    arms = find(plan.name).arm_names if plan.claims else experiment.arm_names
     machine = ", ".join(value for name, value in record.machine.items() if name != "before")
     for run in (*record.tried, *record.runs):
         said = f"--resume-from: {run.arm}, seed {run.seed}, learning rate {rate_in_words(run.lr)}"
         if run.arm not in experiment.arm_names:
-            raise unknown("arm", run.arm, experiment.arm_names, of="--resume-from")
+            if run.arm in arms:
+                continue
+            raise unknown("arm", run.arm, arms, of="--resume-from")
         if run.seed >= plan.seeds:
             raise ValueError(f"{said}: expected seeds below {plan.seeds}; `--seeds {run.seed + 1}` takes this one")
         if (chosen := plan.rates.get(run.arm, run.lr)) != run.lr:
@@ -166,14 +170,14 @@ def _kept(folder: Path, key: str) -> dict[str, Any]:
 
 
 def _key(config: TrainConfig, experiment: Experiment, size: Size, arm: Arm) -> str:
-    """A digest of a run's settings, text and probes, without folders.
+    """A digest of a run's settings, text and probes, and of the file of a variant of one's own, without folders.
 
     The text is in it, as one source may hold other text on another machine.
     """
     start, teacher = arm.after or config.start_from, arm.teacher or config.teacher
     config = replace(config, output_dir="-", start_from=start, teacher=teacher)
     text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
-    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
+    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0)))) + own_digest(config.model.attention)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -20,7 +20,7 @@ from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, did_you_mean_path, nearest, unknown
-from attnzoo.files import run_file
+from attnzoo.files import digest_being_run, run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.parallel.attention import shared
 from attnzoo.registry.pair import Pair, Side, check_pair, check_parts
@@ -30,6 +30,7 @@ from attnzoo.registry.variant import Variant, is_own, with_readout
 
 _pairs: dict[str, Pair] = {}  # pairs by the name of either side
 _others: dict[str, ReadoutVariant] = {}  # variants of other readouts by name
+_digests: dict[str, str] = {}  # of the files that were registering variants as they were run, by name
 _files: dict[Path, tuple[str, ...]] = {}  # that have been run, and the variants that they registered
 SHOWS_ALL = "attnzoo list"
 FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
@@ -53,6 +54,7 @@ def register(pair: Pair) -> None:
         if name in _others or (name in _pairs and _pairs[name] != pair):
             raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
     _pairs[pair.linear] = _pairs[pair.softmax] = pair
+    _digests[pair.linear] = _digests[pair.softmax] = digest_being_run()
 
 
 def register_readout(
@@ -74,6 +76,7 @@ def register_readout(
 def _add(one: ReadoutVariant) -> None:
     check_readout_variant(one, {*_pairs, *_others}, {name: pair.requires for name, pair in _pairs.items()})
     _others[one.name] = one
+    _digests[one.name] = digest_being_run()
 
 
 def unregister_readout(name: str) -> None:
@@ -301,6 +304,12 @@ def broken_plugins() -> list[str]:
         for problem in _broken:
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return _broken
+
+
+def digest_of(name: str) -> str:
+    """The digest of the Python file that registered a variant as it was run; empty for any other name."""
+    broken_plugins()
+    return _digests.get(name, "")
 
 
 def names_of(word: str) -> tuple[str, ...]:

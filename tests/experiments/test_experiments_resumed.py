@@ -59,7 +59,6 @@ def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypa
     ("change", "message"),
     [
         (lambda of: replace(of, size="gpu"), "--resume-from: expected a result of the size 'cpu', got 'gpu'"),
-        (lambda of: replace(of, experiment="parity"), "--resume-from: expected .* experiment 'mine', got 'parity'"),
         (
             lambda of: replace(of, runs=(replace(of.runs[0], arm="foxx"),)),
             "unknown arm 'foxx' of --resume-from: .*'fox'",
@@ -73,6 +72,25 @@ def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
     outcome = replace(load_outcome(Path("out/result.json")), tried=())
     with pytest.raises(ValueError, match=message):
         start(done, record=change(outcome))
+
+
+def test_a_result_of_another_experiment_counts_where_its_runs_are_the_same(done, monkeypatch):
+    """As that of `pairs` in a file that adds a pair to it."""
+    shutil.copy(done, "more.py")
+    shutil.move("out", "before")
+    monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
+    start("more.py", record=load_outcome(Path("before/result.json")))
+    assert len(load_outcome(Path("out/result.json")).runs) == 4
+
+
+def test_an_ordering_takes_the_runs_of_its_models_alone(done, monkeypatch):
+    shutil.move("out", "before")
+    trained, folders = running.train, []
+    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
+    record = load_outcome(Path("before/result.json"))
+    start(done, record=record, claims=("longer: fox < nope qk_norm=rms",))
+    assert {Path(folder).parent.name for folder in folders} == {"nope-qk_norm=rms"}
+    assert {run.arm for run in load_outcome(Path("out/result.json")).runs} == {"fox", "nope qk_norm=rms"}
 
 
 @pytest.mark.parametrize("option", ["--resume-from", "--rates"])
