@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.backends import fla, fla_kernels
+from attnzoo.forms.backends import fla, fla_kernels, fla_steps
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels import norms
 from attnzoo.kernels.common.device import ON, device_unavailable, installed_triton
@@ -286,6 +286,9 @@ def _slow() -> Iterator[str]:
         value = os.environ.get(name, "")
         if value == "full" if name == "ATTNZOO_FLA_TUNING" else value.lower() in ON:
             yield f"{name}={value}: {effect} (unset it)"
+    if fla_steps.been_read(fla.VERSION):
+        for cause, remedy in fla_steps.unheard().items():
+            yield f"{cause}: training steps on flash-linear-attention always run its Python code ({remedy})"
     if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
         yield "no C compiler, without which Triton launches no kernel (install gcc, or set CC)"
     if not (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").exists():

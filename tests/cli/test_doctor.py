@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from attnzoo import doctor, get, list_variants
 from attnzoo.cli import app
-from attnzoo.forms.backends import fla, fla_delta, fla_kernels, fla_pairs, fox_path
+from attnzoo.forms.backends import fla, fla_delta, fla_kernels, fla_pairs, fla_steps, fox_path
 from attnzoo.kernels.common import device
 from attnzoo.kernels.linear import segments
 from attnzoo.layer import dispatch
@@ -114,6 +114,7 @@ def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: str(tmp_path))
+    monkeypatch.setattr(fla, "VERSION", "")
     assert not list(doctor._slow())
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("ATTNZOO_VALIDATE", "0")  # makes nothing slow
@@ -127,6 +128,25 @@ def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp
     assert "- slow: no headers of Python, without which Triton launches no kernel (install python3-dev)" in text
     assert "- slow: ATTNZOO_FLA_TUNING=full: flash-linear-attention measures all tiles" in text
     assert text.count("slow: ") == 4
+
+
+def test_what_keeps_training_steps_of_the_library_in_python_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "VERSION", "0.6.0")
+    monkeypatch.setattr(fla_steps, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(fla_kernels, "in_use", lambda: ["tilelang", "flash_kda"])
+    monkeypatch.setenv("FLA_GLUON", "1")
+
+    def said() -> list[str]:
+        return [line for line in doctor._slow() if "training steps" in line]
+
+    assert [line.partition(":")[0] for line in said()] == ["tilelang", "flash_kda", "FLA_GLUON=1"]
+    assert said()[0].endswith("always run its Python code (FLA_TILELANG=0 switches it off)")
+    monkeypatch.setattr(fla, "VERSION", "0.5.0")  # whose steps are its own in any case
+    assert not said()
+    monkeypatch.setattr(fla, "VERSION", "0.6.0")
+    monkeypatch.setattr(fla_kernels, "in_use", list)
+    monkeypatch.delenv("FLA_GLUON")
+    assert not said()
 
 
 def test_the_kernels_of_the_peer_have_a_version_where_the_rest_of_it_is_not_installed(

@@ -288,5 +288,16 @@ OPERATIONS = {
 @cached_in_traces
 def known(version: str) -> bool:
     """Whether a release has been read, and launches no other packages' kernels, of which nobody hears."""
-    told = version.startswith("0.6.") and triton_version() >= (3, 4) and not fla_kernels.in_use()
-    return told and os.environ.get("FLA_GLUON", "0") == "0"
+    return been_read(version) and not unheard()
+
+
+def been_read(version: str) -> bool:
+    """Whether the passes of a release are known, and Triton tells what they launch."""
+    return version.startswith("0.6.") and triton_version() >= (3, 4)
+
+
+def unheard() -> dict[str, str]:
+    """What makes the library launch kernels of which nobody hears -> what keeps it from doing so."""
+    found = {name: f"{fla_kernels.SWITCHES[name]}=0 switches it off" for name in fla_kernels.in_use()}
+    gluon = os.environ.get("FLA_GLUON", "0")
+    return found if gluon == "0" else found | {f"FLA_GLUON={gluon}": "unset it"}
