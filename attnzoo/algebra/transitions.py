@@ -56,7 +56,9 @@ class HeadGate(GateParts):
 
     def cut(self, size: int) -> HeadGate:
         """The gate in blocks of ``size`` tokens, the last one filled up with identities."""
-        return self.map(lambda part: cut(part, size))
+        return HeadGate(
+            **{name: cut(getattr(self, name), size, PARTS[name].neutral) for name in self.parts}, factors=self.factors
+        )
 
     def tokens(self) -> tuple[int, ...]:
         """The sizes of the axes up to and including time, ``(B, H, T)`` or ``(B, H, N, C)``; () where no part is
@@ -333,8 +335,8 @@ def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
     return heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
 
 
-def cut(x: Tensor, size: int) -> Tensor:
-    """Cut ``[B, H, T, ...]`` into blocks ``[B, H, N, size, ...]``, the last one filled up with zeros."""
+def cut(x: Tensor, size: int, filler: float = 0.0) -> Tensor:
+    """Cut ``[B, H, T, ...]`` into blocks ``[B, H, N, size, ...]``, the last one filled up with ``filler``."""
     T = x.shape[2]
     if size == T:
         return x[:, :, None]
@@ -342,5 +344,5 @@ def cut(x: Tensor, size: int) -> Tensor:
     blocks = (T + size - 1) // size  # no -T % size and no (-1, size): where T is a symbol, both would stay in shapes
     missing = blocks * size - T
     if missing:
-        x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
+        x = torch.cat([x, x.new_full((*x.shape[:2], missing, *x.shape[3:]), filler)], 2)
     return cast(Tensor, x.unflatten(2, (blocks, size)))

@@ -297,8 +297,12 @@ def _layer(case: Case) -> Errors:
 def _unprojected(variant: Variant) -> str:
     if not variant.causal:
         return _sees_later(variant)
-    needs = variant.requires and not getattr(variant.module, "LAYER", {}).get("gate")
-    return "its layer names no gate projection: build_attention takes gate=..." if needs else ""
+    layer, able = getattr(variant.module, "LAYER", {}), "build_attention takes gate=..."
+    if variant.requires and not layer.get("gate"):
+        return f"its layer names no gate projection: {able}"
+    chosen = getattr(variant.pair, f"{variant.side}_layer", {}).get("gate")
+    lacks = [part for part in variant.requires if not (chosen or PARTS[part].of or PARTS[part].projections)]
+    return f"no gate projection of {', '.join(lacks)} is known: {able}" if lacks else ""
 
 
 LAWS: dict[str, Law] = {

@@ -21,7 +21,7 @@ from attnzoo.layer.gates import GateProjection
 from attnzoo.recurrences.deltanet import Oblique
 from attnzoo.registry import unregister, unregister_part
 from attnzoo.samples import random_gate
-from attnzoo.testing import LAWS, relative_error, run_law
+from attnzoo.testing import LAWS, Case, check, relative_error, run_law
 
 B, T, H, K, V = 2, 17, 2, 6, 5
 U = PARTS["u"]
@@ -234,6 +234,37 @@ def test_a_part_of_a_number_per_head_is_a_factor_too() -> None:
     finally:
         unregister(pair)
         unregister_part("lean")
+
+
+class Kept(Transition):
+    """``R_t = r_t I`` with a number r_t per head, which is 1 where nothing is lost."""
+
+    parts = ("kept",)
+    symbol = "r_t I"
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
+        return cast(Tensor, getattr(gate, "kept")[..., None, None] * state)  # noqa: B009
+
+
+def kept_matrix(gate: Gate, q: Tensor) -> Tensor:
+    return cast(Tensor, getattr(gate, "kept")[..., None, None] * torch.eye(q.shape[-1], dtype=q.dtype))  # noqa: B009
+
+
+def test_a_part_that_is_neutral_at_1_holds_every_law_and_its_layer_is_said_to_need_a_gate() -> None:
+    register_part("kept", replace(LEAN, matrix=kept_matrix, neutral=1.0, projections=None), factor=Kept())
+    register(pair := Pair("kept", "kept_fox", ("log_decay", "kept")))
+    try:
+        trials = {(name, law): run_law(name, law, 4) for name in ("kept", "kept_fox") for law in LAWS}
+        assert [trial.said for trial in trials.values() if not trial.ok] == []
+        for name in ("kept", "kept_fox"):
+            assert (
+                trials[name, "layer"].refused == "no gate projection of kept is known: build_attention takes gate=..."
+            )
+        last = Case("kept", B=1, T=10, H=1, G=1, K=2, V=1, block=8, cuts=(9,))  # fills up a block that goes on
+        assert check("segments", last)["extend"] <= 1e-10
+    finally:
+        unregister(pair)
+        unregister_part("kept")
 
 
 def test_a_part_needs_the_one_that_it_is_of_and_stays_while_a_pair_requires_it() -> None:
