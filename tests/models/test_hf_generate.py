@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from contextlib import nullcontext
 
@@ -17,6 +18,7 @@ pytest_plugins = ("hf_models",)
 from attnzoo.models.hf import AttnzooForCausalLM, ModelCache  # noqa: E402
 from attnzoo.models.hf.cache import NAME  # noqa: E402
 from attnzoo.models.hf.config import CACHE_NAMES  # noqa: E402
+from attnzoo.models.hf.generate import NeedsLoopError, request_of  # noqa: E402
 from attnzoo.models.hf.generate import _engines as generators  # noqa: E402
 
 
@@ -239,6 +241,24 @@ def test_the_engine_is_kept_until_another_one_is_needed(tokens):
     model.release_engine()
     assert model not in generators
     assert isinstance(copy.deepcopy(model), AttnzooForCausalLM)
+
+
+def test_the_engine_takes_no_more_tokens_than_there_are_learned_positions(tokens):
+    model, given = build("rope", learned_positions=20), {"max_new_tokens": 11, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **given, engine=True), model.generate(tokens, **given))
+    with pytest.raises(ValueError, match=r"at most 20 \(learned_positions\), got 21"):
+        model.generate(tokens, max_new_tokens=12, do_sample=False, engine=True)
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
+def test_a_hook_within_the_model_is_called_at_every_token(device, refused, tokens, monkeypatch):
+    """A graph would call it once."""
+    model = build()
+    model.model.blocks[1].register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(AttnzooForCausalLM, "device", torch.device(device))
+    asked = {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(NeedsLoopError, match="hooks: expected none") if refused else contextlib.nullcontext():
+        request_of(model, tokens, None, asked, {})
 
 
 def test_the_engine_has_the_adapters_of_the_call(tokens):

@@ -118,8 +118,12 @@ def _check_model(model: Any) -> None:
     """Raise where hooks, adapters or autocast change the model's `forward` or `generate`, which the engine bypasses."""
     if "prepare_inputs_for_generation" in vars(model):
         raise NeedsLoopError("prepare_inputs_for_generation: expected the model's own (adapters replace it)")
-    if any(hasattr(part, "_hf_hook") for part in model.modules()) or model._forward_hooks or model._forward_pre_hooks:
-        raise NeedsLoopError("hooks: expected none (weights that move between devices, and functions around the model)")
+    # a graph records what a hook within the model does once, and calls it no more
+    within = [part for part in model.modules() if part is model or model.device.type == "cuda"]
+    if any(hasattr(part, "_hf_hook") for part in model.modules()) or any(
+        part._forward_hooks or part._forward_pre_hooks for part in within
+    ):
+        raise NeedsLoopError("hooks: expected none (weights that move between devices, and functions around modules)")
     if torch.is_autocast_enabled(model.device.type):
         raise NeedsLoopError("autocast: expected none")
 
@@ -175,8 +179,10 @@ def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Gener
     if generator is None or key != (rows, places, limits) or generator.max_tokens < tokens:
         _engines.pop(model, None)
         generator = None  # free its memory before the next one allocates
+        room = -(-tokens // 256) * 256
         try:
-            generator = Generator(model.model, rows, -(-tokens // 256) * 256, **limits)
+            known = model.model.config.learned_positions or room
+            generator = Generator(model.model, rows, max(tokens, min(room, known)), **limits)
         except (ValueError, MemoryError) as error:
             raise NeedsLoopError(str(error)) from error
         _engines[model] = (rows, places, limits), generator
