@@ -89,7 +89,9 @@ class Unfolding:
         if ends:
             shown = min(ends)[1]
         elif not done:
-            shown -= max((n for stop in self.stop for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+            most = len(text) + 1  # a stop text may be far longer
+            held = (n for stop in self.stop for n in range(min(len(stop), most)) if text.endswith(stop[:n]))
+            shown -= max(held, default=0)
         self.waits = text[shown:]
         return text[:shown].translate({ord(mark): None for mark in self.marks.values()})
 

@@ -149,3 +149,8 @@ def test_a_long_run_of_bytes_is_decoded_once():
     pieces, _ = unfolded(counted, [], tokens, [1])
     assert "".join(pieces) == tokenizer.decode(tokens)
     assert sum(decoded) < 4 * len(tokens)
+
+
+def test_a_huge_text_to_stop_at_costs_no_more_than_what_is_held_back():
+    text = Unfolding(text_of_bytes, (), ["x" * 10**6])  # each of its beginnings would be compared
+    assert "".join(text.after([*b"ab", *b"x" * n], done=n == 20) for n in range(21)) == "ab" + "x" * 20
