@@ -1,4 +1,4 @@
-"""Parameters that are never rounded to 16 bits: angles, slopes, decays, step sizes, biases of gates.
+"""What is never rounded to 16 bits: sums, and as parameters angles, slopes, decays, step sizes, biases of gates.
 
 An angle is multiplied by the position, and a log-decay by the distance: the rounding of either grows with the text.
 """
@@ -14,9 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of reference computations on inputs of ``dtype``: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor) -> Tensor:
     """x in at least float32."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(wide_dtype(x.dtype))
 
 
 class PreciseModule(nn.Module):

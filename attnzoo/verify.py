@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import Call, is_brief
+from attnzoo.precision import wide_dtype
 from attnzoo.registry import get, list_variants
 from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
@@ -119,7 +120,7 @@ def in_precision(variant: Variant, form: str, where: Where) -> Trial:
     T = min(T, FEW) if brief else T
     q, k, v, gate = random_inputs(variant.name, B, T, H, H, K, K, regime="open", seed=where.seed)
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    gate = gate.map(lambda part: part.to(device, torch.float64 if dtype == torch.float64 else torch.float32))
+    gate = gate.map(lambda part: part.to(device, wide_dtype(dtype)))
     if gate.w is not None:
         gate = replace(gate, w=gate.w.to(dtype))
     inputs, tie = (q, k, v, gate), _tied if form == "fla" and gate.w is not None else _same

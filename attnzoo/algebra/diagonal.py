@@ -63,7 +63,7 @@ class Sums(NamedTuple):
 
     def halves(self, m: int) -> tuple[Sums, Sums]:
         """The sums at the first m and at the last m tokens of every group of 2m."""
-        return self.map(lambda x: _halves(x, m)[0]), self.map(lambda x: _halves(x, m)[1])
+        return self.map(lambda x: halves(x, m)[0]), self.map(lambda x: halves(x, m)[1])
 
     def decay(self, dtype: torch.dtype, since: Sums | None = None) -> Tensor:
         """The decay, exp of the sum of the gates, from the block's start or from after the tokens ``since`` up to these
@@ -89,8 +89,8 @@ def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
         m = LEAF
         out = _pairwise(_groups(q, m), _groups(k, m), sums.map(lambda x: _groups(x, LEAF)))
     while m < size:
-        _, late_q = _halves(q, m)
-        early_k, _ = _halves(k, m)
+        _, late_q = halves(q, m)
+        early_k, _ = halves(k, m)
         early, late = sums.halves(m)
         middle = early.at(-1)
         cross = (late_q * late.decay(q.dtype, since=middle)) @ (early_k * middle.decay(k.dtype, since=early)).mT
@@ -132,7 +132,7 @@ def _groups(x: Tensor, m: int) -> Tensor:
     return cast(Tensor, x.unflatten(-2, (-1, m)))
 
 
-def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """The first m and the last m tokens of every group of 2m: ``[..., groups, m, K]`` each."""
     first, second = x.unflatten(-2, (-1, 2, m)).unbind(-3)
     return first, second

@@ -192,9 +192,9 @@ def undeclare(name: str) -> None:
     del PARTS[name]
 
 
-def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of ``[B, T, G, ...]`` up to ``heads``, if there are fewer."""
-    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
+def expand_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
+    """Repeat the heads of ``[B, T, G, ...]``, or along another ``dim``, up to ``heads``, if there are fewer."""
+    return x if x.shape[dim] >= heads else x.repeat_interleave(heads // x.shape[dim], dim)
 
 
 def _unsqueeze_to(mask: Tensor, ndim: int) -> Tensor:

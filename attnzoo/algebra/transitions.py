@@ -21,6 +21,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, GateParts
 from attnzoo.algebra.parts import PARTS, in_product
 from attnzoo.algebra.sums import power_of_2
+from attnzoo.precision import wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class HeadGate(GateParts):
     @classmethod
     def of(cls, gate: Gate, q: Tensor) -> HeadGate:
         """``gate`` in this layout and in the dtype of the computation, with q ``[B, T, H, K]``."""
-        gate, heads, dtype = gate.per_token(q), q.shape[2], compute_dtype(q)
+        gate, heads, dtype = gate.per_token(q), q.shape[2], wide_dtype(q.dtype)
         parts = {name: heads_first(getattr(gate, name), heads, dtype) for name in gate.parts}
         return cls(**parts, factors=gate.factors)
 
@@ -315,11 +316,6 @@ def _rows_times(x: Tensor, blocks: Tensor) -> Tensor:
     return (rows * blocks[..., None, :, :, :]).sum(-2).flatten(-2)
 
 
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of a reference computation: float64 for float64 inputs, else float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, for each query head; batch and heads can be viewed as one
     axis, as matrix products do."""
@@ -332,7 +328,7 @@ def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
     """The scaled queries ``[B, H, T, K]`` of q ``[B, T, H, K]``, in the dtype of the computation; None: 1 / sqrt(K)."""
     H, K = q.shape[2:]
-    return heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
+    return heads_first(q, H, wide_dtype(q.dtype)) * (K**-0.5 if scale is None else scale)
 
 
 def cut(x: Tensor, size: int, filler: float = 0.0) -> Tensor:

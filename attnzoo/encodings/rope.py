@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.backends.rotation import turn, turn_for_cache
 from attnzoo.forms.caches.state import KVCache
+from attnzoo.precision import wide_dtype
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all
 
 TITLE = "RoPE"
@@ -64,7 +64,7 @@ class Rotated(AdditiveForms):
             phase = phase + state.phase
         if phase.shape[2] > 1:
             k = expand_heads(k, q.shape[2])
-        dtype = compute_dtype(q)
+        dtype = wide_dtype(q.dtype)
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         return q, k, phase[:, -1:], shared
 

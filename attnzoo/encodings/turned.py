@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.backends.fox_path import whole_path
 from attnzoo.forms.backends.rotation import turn, turn_for_cache
 from attnzoo.forms.caches.inplace import BatchRows
@@ -29,6 +28,7 @@ from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.precision import wide_dtype
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
@@ -106,7 +106,7 @@ def fold(
         return (done.q, done.k, v, gate), done.phase, done.receivers
     if angle.ndim == 1:  # the same angle at every token
         angle = angle.expand(1, q.shape[1], 1, -1)
-    phase, dtype = phases(angle, dim=1), compute_dtype(q)
+    phase, dtype = phases(angle, dim=1), wide_dtype(q.dtype)
     q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
     w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
     return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:], None

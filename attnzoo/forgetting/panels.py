@@ -13,11 +13,12 @@ from torch import Tensor
 from attnzoo.algebra.block_decay import open_sums
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, scaled_queries
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, heads_first, scaled_queries
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import NOTHING_ASKED, SoftmaxOptions, existing
 from attnzoo.forms.readout import Band, logits_of
 from attnzoo.forms.softmax import ROWS, SoftmaxForms
+from attnzoo.precision import wide_dtype
 
 COLUMNS = 64  # keys of a panel
 WIDE = 256, 2048  # least and most keys of a panel on a GPU, where small panels cost as much as large ones
@@ -38,7 +39,7 @@ class Logits:
     def __init__(
         self, forms: SoftmaxForms, q: Tensor, k: Tensor, gate: Gate, given: SoftmaxOptions = NOTHING_ASKED
     ) -> None:
-        (_, T, H, _), dtype, device = q.shape, compute_dtype(q), q.device
+        (_, T, H, _), dtype, device = q.shape, wide_dtype(q.dtype), q.device
         valid, cu_seqlens = given.valid, given.cu_seqlens
         if valid is not None:
             q, k = existing(valid, q, k)

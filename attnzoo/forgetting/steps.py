@@ -10,7 +10,7 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
-from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first, scaled_queries
+from attnzoo.algebra.transitions import HeadGate, heads_first, scaled_queries
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy, first_ones, swap_delete
 from attnzoo.forgetting.fused import fused_student
 from attnzoo.forgetting.panels import Logits
@@ -21,6 +21,7 @@ from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.precision import wide_dtype
 
 
 @torch.no_grad()
@@ -132,7 +133,7 @@ def take_token(
 
     The slots are changed in place. The other arguments are those of :func:`extend_forgetting`.
     """
-    (B, _, H, K), G, dtype, options = q.shape, v.shape[2], compute_dtype(q), state.policy.options
+    (B, _, H, K), G, dtype, options = q.shape, v.shape[2], wide_dtype(q.dtype), state.policy.options
     there = torch.ones(B, dtype=torch.bool, device=q.device) if given.valid is None else given.valid[:, 0]
     if given.valid is not None:
         q, k, v = (x.masked_fill(~there[:, None, None, None], 0.0) for x in (q, k, v))

@@ -25,6 +25,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.values import in_transform
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import (
@@ -119,9 +120,9 @@ def forgetful_attention(
         a = logits.panel(start, stop, there)
         x, age, _ = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
-        bias = _by_query_head(forgetful_bias(r, options, temperature), H)
+        bias = expand_heads(forgetful_bias(r, options, temperature), H, 1)
         weights = (logits.pruned(a, start, stop) + bias - lse[..., start:, None]).exp()
-        N = weights @ _by_query_head(values[:, :, start:stop], H)
+        N = weights @ expand_heads(values[:, :, start:stop], H, 1)
         found = [torch.cat([N, weights.sum(-1, keepdim=True)], -1)]
         if losses:
             found.append(expected_kept(r, options, temperature).masked_fill(~there, 0.0).sum(-1))
@@ -205,9 +206,9 @@ def hard_attention(
         a = logits.panel(start, stop, there)
         x, age, mean = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
-        gone = _by_query_head(r < options.threshold, H)
+        gone = expand_heads(r < options.threshold, H, 1)
         a = logits.pruned(a, start, stop).clamp(min=nothing).masked_fill(gone, nothing)
-        part, own = a.softmax(-1) @ _by_query_head(values[:, :, start:stop], H), a.logsumexp(-1)
+        part, own = a.softmax(-1) @ expand_heads(values[:, :, start:stop], H, 1), a.logsumexp(-1)
         own, part = F.pad(own, (start, 0), value=nothing), F.pad(part, (0, 0, start, 0))
         both = torch.logaddexp(lse, own)
         o = o * (lse - both).exp()[..., None] + part * (own - both).exp()[..., None]
@@ -222,11 +223,6 @@ def hard_attention(
         carried = torch.cat(ends, 2)[:, :, :T]
     found = LastRow(torch.cat(kept, -1), torch.cat(means, -1) if means else None, carried)
     return rearrange(o, "b h t v -> b t h v").to(v.dtype), found
-
-
-def _by_query_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, G, ...]`` repeated for each query head, ``[B, H, ...]``."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def remembered_of(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) -> Tensor:

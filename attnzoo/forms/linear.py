@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.block_decay import Decay, block_decay, decay_between
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, compute_dtype, cut, heads_first
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, cut, heads_first
 from attnzoo.algebra.truncation import carried_states
 from attnzoo.algebra.values import readable
 from attnzoo.forms.caches.inplace import BatchRows, MatrixMemory
@@ -21,6 +21,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, check_prune, existing, separated
 from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import REFERENCE, Forms
+from attnzoo.precision import wide_dtype
 
 CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU computes at a time, so that its caches hold them
@@ -36,7 +37,7 @@ def prepared(
         q, k, v = existing(options.valid, q, k, v)
         write = None if write is None else existing(options.valid, write)[0]
     if write is not None:
-        v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
+        v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(wide_dtype(q.dtype))
     if options.valid is not None or options.cu_seqlens is not None:
         gate = separated(gate, q, options.valid, options.cu_seqlens)
     return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
@@ -113,7 +114,7 @@ class LinearForms(Forms):
 
     def _heads_first(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, HeadGate]:
         """The inputs with heads before time, and a copy for each query head."""
-        H, dtype = q.shape[2], compute_dtype(q)
+        H, dtype = q.shape[2], wide_dtype(q.dtype)
         return heads_first(q, H, dtype), heads_first(k, H, dtype), heads_first(v, H, dtype), HeadGate.of(gate, q)
 
     def _state(self, q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.block_decay import decay_between
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.readout import Readout, Scores, both_ways
-from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first, scaled_queries
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, heads_first, scaled_queries
 from attnzoo.forms.caches.inplace import BatchRows, Memory
 from attnzoo.forms.caches.readout_state import ReadoutState, SlotMemory, WeighedMemory
 from attnzoo.forms.caches.state import KVCache, append, append_valid
@@ -20,6 +20,7 @@ from attnzoo.forms.linear import prepared
 from attnzoo.forms.options import LinearOptions, check_linear
 from attnzoo.forms.protocol import Call, Forms
 from attnzoo.forms.readout import decays_over
+from attnzoo.precision import wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ class ReadoutForms(Forms):
     def _ready(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: LinearOptions) -> Ready:
         T, cu_seqlens = q.shape[1], options.cu_seqlens
         q, k, v, gate, dtype, scale = prepared(q, k, v, gate.per_token(q), options)
-        wide = compute_dtype(q)
+        wide = wide_dtype(q.dtype)
         if cu_seqlens is not None and not self.readout.causal:
             back = q.new_zeros(q.shape[:3], dtype=wide) if gate.log_decay_back is None else gate.log_decay_back
             ends = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]

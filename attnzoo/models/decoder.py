@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, check_least
 from attnzoo.layer.attention import Attention
@@ -26,7 +25,7 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.models.loss import IGNORED, capped, chunk_loss, head_loss
 from attnzoo.models.modes import evaluating
 from attnzoo.parallel.context import context_parallel
-from attnzoo.precision import LinearMap, PreciseModule
+from attnzoo.precision import LinearMap, PreciseModule, wide
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class LanguageModel(nn.Module):
             logits = self.logits(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
-            exact = logits.flatten(0, 1).to(compute_dtype(logits))
+            exact = wide(logits.flatten(0, 1))
             loss = F.cross_entropy(exact, targets.flatten().long(), ignore_index=IGNORED)
             return ModelOutput(logits, loss)
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.algebra.values import in_transform
-from attnzoo.precision import wide
+from attnzoo.precision import wide, wide_dtype
 
 IGNORED = -100  # a target that does not count
 LOGITS = 2**27  # logits held at a time: 512 MiB in float32
@@ -36,7 +35,7 @@ def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: 
         softcap: see :func:`capped`.
     """
     logits = capped(F.linear(x, weight)[:, :vocab], softcap)
-    return F.cross_entropy(logits.to(compute_dtype(logits)), targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def divergence(
@@ -52,8 +51,8 @@ def divergence(
         cap: the teacher's softcap.
     """
     logits, wanted = F.linear(x, weight)[:, :vocab], F.linear(theirs, head)[:, :vocab]
-    wide = compute_dtype(logits)
-    ours, aims = (capped(each, by).to(wide).log_softmax(-1) for each, by in ((logits, softcap), (wanted, cap)))
+    dtype = wide_dtype(logits.dtype)
+    ours, aims = (capped(each, by).to(dtype).log_softmax(-1) for each, by in ((logits, softcap), (wanted, cap)))
     return (F.kl_div(ours, aims, reduction="none", log_target=True).sum(-1) * (targets != IGNORED)).sum()
 
 

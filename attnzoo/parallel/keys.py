@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.algebra.fragments import carried, joined, times
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.parts import PARTS
-from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, heads_first
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.protocol import REFERENCE
@@ -24,6 +24,7 @@ from attnzoo.parallel.collectives import Works, tied
 from attnzoo.parallel.fragments import Fragment, Fragments
 from attnzoo.parallel.pruned import Needed, allowed
 from attnzoo.parallel.rows import Rows, of_all_fragments
+from attnzoo.precision import wide_dtype
 from attnzoo.recurrences.products import transition_of
 
 
@@ -147,7 +148,7 @@ def _to_the_ends(forms: SoftmaxForms, rows: Rows, fragments: Fragments) -> tuple
     own = any(PARTS[part].carries and getattr(rows.gate, part).shape[2] not in (1, G) for part in rows.gate.parts)
     heads, keys, totals = H if own else G, [], []
     for piece in rows.cut(fragments):
-        k = heads_first(piece.k, heads, compute_dtype(piece.k))
+        k = heads_first(piece.k, heads, wide_dtype(piece.k.dtype))
         gate = replace(piece.gate, log_decay=None)
         one = carried(transition, k, k, HeadGate.of(gate, k.transpose(1, 2)))
         keys.append(one.k.transpose(1, 2))

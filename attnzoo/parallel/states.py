@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnzoo.algebra.block_decay import edge_decay
-from attnzoo.algebra.transitions import HeadGate, Identity, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, heads_first
 from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.options import LinearOptions
@@ -25,6 +25,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.parallel.collectives import gather
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
+from attnzoo.precision import wide_dtype
 
 
 def scan_states(
@@ -64,7 +65,7 @@ class _Fragmented:
         The queries and the product are the outputs and the last state of columns that write nothing, after the
         identity.
         """
-        q, v, dtype = piece.q, piece.v, compute_dtype(piece.q)
+        q, v, dtype = piece.q, piece.v, wide_dtype(piece.q.dtype)
         (B, n, H, K), V = q.shape, v.shape[3]
         eye = torch.eye(K, dtype=dtype, device=q.device).expand(B, H, K, K)
         if isinstance(self.forms.transition, Identity):

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from attnzoo.algebra.diagonal import halves
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import certified_starts
 from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.precision import wide_dtype
 
 
 @overload
@@ -132,7 +134,7 @@ def attention_by_scores(
         [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
     """
     (_, T, H, K), options = q.shape, AttentionOptions(**named)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd = wide if compute_dtype is None else compute_dtype
     c, first = summed_gates(log_decay, q, T, options.window, options.cu_seqlens)
     pos = torch.arange(T, device=q.device)
@@ -156,23 +158,17 @@ def decayed_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.
         compute_dtype: dtype of the operands of matrix products.
     """
     (_, T, H, _), G = q.shape, k.shape[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd, size = wide if compute_dtype is None else compute_dtype, 1 << max(1, (T - 1).bit_length())
     k = repeat(k, "b t g k -> b t (g r) k", r=H // G)
     qh, kh, a = (F.pad(rearrange(x.to(wide), "b t h k -> b h t k"), (0, 0, 0, size - T)) for x in (q, k, log_diag))
     out, m = (qh * kh).sum(-1)[..., None, None], 1  # [B, H, groups, m, m]
     while m < size:
-        (_, late_q), (early_k, _) = _halves(qh, m), _halves(kh, m)
-        before, after = _halves(a, m)
+        (_, late_q), (early_k, _) = halves(qh, m), halves(kh, m)
+        before, after = halves(a, m)
         to_border = sum_to_the_end(F.pad(before[..., 1:, :], (0, 0, 0, 1)), -2)
         cross = (late_q * running_sum(after, -2).exp()).to(cd) @ (early_k * to_border.exp()).to(cd).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         rows = torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross.to(wide), second], -1)
         out, m = torch.cat(rows, -2), 2 * m
     return out[..., 0, :T, :T]
-
-
-def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The first and the second m tokens of every group of 2m: [B, H, groups, m, K] each."""
-    first, second = x.unflatten(-2, (-1, 2, m)).unbind(-3)
-    return first, second

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.kernels.common.argument_checks import check_tensors
 from attnzoo.kernels.common.constants import LOG2E
+from attnzoo.precision import wide_dtype
 
 
 class Rule(NamedTuple):
@@ -87,7 +87,7 @@ def check_retention(retention: Retention | None, k: Tensor, valid: Tensor | None
         raise TypeError(f"retention: expected Retention(keys, Rule(...)) or None, got {type(retention).__name__}")
     check_tensors({"retention.keys": retention.keys, "k": k}, needed=("retention.keys",))
     keys, (temperature, threshold, limit, remembers) = retention
-    (B, S, G, _), wide = k.shape, torch.float64 if k.dtype == torch.float64 else torch.float32
+    (B, S, G, _), wide = k.shape, wide_dtype(k.dtype)
     if keys.shape not in ((B, S, G, 1), (B, S, G, 2)) or keys.dtype != wide:
         got = f"{keys.dtype} {tuple(keys.shape)}"
         raise ValueError(f"retention.keys: expected {wide} [B={B}, S={S}, G={G}, 1 or 2] as k, got {got}")

@@ -17,6 +17,7 @@ from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.operands import PagedInference, PageWrite
 from attnzoo.kernels.decode.plan import MOST_ROWS, DecodeCall, plan, workspace
 from attnzoo.kernels.decode.state import PagedState
+from attnzoo.precision import wide_dtype
 
 from .reference import append_reference, paged_reference
 
@@ -137,7 +138,7 @@ def paged_append(
     H = G if gates is None else G * gates.decay.shape[2]
     check_shapes({
         "k": (k, (B, T, table.shape[1], keys.shape[2]), dtype), "v": (v, (B, T, G, V), dtype),
-        "k_norm": (k_norm, (B, G, N), torch.float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
+        "k_norm": (k_norm, (B, G, N), torch.float32), "log_decay": (log_decay, (B, T, H), wide_dtype(keys.dtype)),
         **shapes_of_gates(state, H), "count": (count, (B,), torch.int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
     check_values(k, log_decay=log_decay)
@@ -268,7 +269,7 @@ def shapes_of_gates(state: PagedState, H: int) -> Shapes:
     keys, (B, G, N), gates = state.pages.keys, state.table.table.shape, state.gates
     int32, int64, float64 = torch.int32, torch.int64, torch.float64
     return {
-        "decay": (gates.decay, (*keys.shape[:2], H // G), of_gates(keys)),
+        "decay": (gates.decay, (*keys.shape[:2], H // G), wide_dtype(keys.dtype)),
         "page_sum": (gates.page_sum, (B, H, N), float64), "total": (gates.total, (B, H), float64),
         "since": (gates.since, (B, H), int32), "n_log": (gates.n_log, (B, H, N), float64),
         "closed": (gates.closed, (B, H, N), int64),
@@ -298,11 +299,6 @@ def check_page_options(options: AttentionOptions, state: PagedState, log_decay: 
         raise ValueError("prune: expected gates or log_decay (nothing decays without one), got neither")
     if state.pages.k_norm is None:
         raise ValueError("k_norm: expected the lengths of each page's longest key with prune, got None")
-
-
-def of_gates(k: Tensor) -> torch.dtype:
-    """Dtype of log decays and of their sums within a page: float64 for float64 keys, which the reference takes."""
-    return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
 def _op() -> Any:

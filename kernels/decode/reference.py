@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.kernels.common.constants import CLOSED
 from attnzoo.kernels.common.dense_reference import dense_readout
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.decode.eight_bits import write, written
 from attnzoo.kernels.decode.state import PagedState
+from attnzoo.precision import wide_dtype
 
 
 def paged_reference(
@@ -27,7 +28,7 @@ def paged_reference(
     """
     (_, _, k_norm, _), (table, first, length), gates = state
     (B, T, H, K), PAGE, G = q.shape, state.pages.keys.shape[1], table.shape[1]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd = wide if compute_dtype is None else compute_dtype
     N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
     table = table[..., :N]
@@ -38,13 +39,13 @@ def paged_reference(
     seen = there[:, :, None] & (j <= pos[:, None, :, None])  # [B, G, T, S]
     if options.window is not None:
         seen = seen & (j > pos[:, None, :, None] - options.window)
-    seen = _of_queries(seen, H)  # [B, H, T, S]
+    seen = expand_heads(seen, H, 1)  # [B, H, T, S]
     if first_visible is not None:
         seen = seen & (j >= first_visible[..., None])
     ids = table.clamp(min=0).long()
     found = written(state.pages, ids)
     keys, values = (x.flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in found)  # [B, G, S, .]
-    keys, values = (_of_queries(x, H) for x in (keys, values))
+    keys, values = (expand_heads(x, H, 1) for x in (keys, values))
     logits = options.scores((q.transpose(1, 2).to(cd) @ keys.mT).to(wide), K)
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
     if gates is not None:
@@ -64,11 +65,6 @@ def paged_reference(
         begin = _first_pages(logits, c.gather(2, at), pos, q_norm, pages, options, K)
         logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
     return dense_readout(logits, values, options.sink)[0].to(q.dtype)
-
-
-def _of_queries(x: Tensor, H: int) -> Tensor:
-    """The entries of ``x [B, G, ...]`` for each of the H query heads."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 
 def _first_pages(

@@ -18,13 +18,13 @@ from attnzoo.kernels.decode.api import (
     check_pages,
     check_table,
     check_tokens,
-    of_gates,
     shapes_of_gates,
     shapes_of_options,
     triton_unavailable,
 )
 from attnzoo.kernels.decode.parts import Forget, Shift, TokenParts
 from attnzoo.kernels.decode.state import PagedState
+from attnzoo.precision import wide_dtype
 
 from .reference import append_reference, paged_reference
 
@@ -79,7 +79,7 @@ def paged_step(
     q = q.to(like.dtype)
     if exponents is None:
         k, v = k.to(q.dtype), v.to(q.dtype)
-    visible = append_reference(k, v, None if g is None else g.to(of_gates(keys)), count, state)
+    visible = append_reference(k, v, None if g is None else g.to(wide_dtype(keys.dtype)), count, state)
     with as_given(q):
         o = paged_reference(q, state, first_visible=visible, options=options)
     return _finished(o, parts.finish)

@@ -21,6 +21,7 @@ from attnzoo.kernels.common.dense_reference import dense_readout, summed_gates
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.retention import Retention
 from attnzoo.kernels.common.running_gates import GateSums
+from attnzoo.precision import wide_dtype
 
 ROWS = 8 * ROW_UNIT  # whose near keys are scored at once
 
@@ -90,7 +91,7 @@ def fox_reference_with_lse(
         named: options as ``AttentionOptions``.
     """
     (_, T, H, K), (S, G), options = q.shape, k.shape[1:3], AttentionOptions(**named)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd = wide if compute_dtype is None else compute_dtype
     c, since = summed_gates(log_decay, q, S, options.window, options.cu_seqlens, valid)
     if gate_sums is not None:

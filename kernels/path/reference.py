@@ -19,6 +19,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.kernels.common.calls import with_lse
 from attnzoo.kernels.common.dense_reference import attention_by_scores, decayed_scores, starts_by_scores
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.precision import wide_dtype
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -33,7 +34,7 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: to
         compute_dtype: dtype of the operands of matrix products; the system is solved in float32 or better.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd = wide if compute_dtype is None else compute_dtype
     qh, kh, wh = (rearrange(x.to(cd), "b t h k -> b h t k") for x in (q, k, w))
     strength = rearrange(beta.to(wide), "b t g -> b g t 1")
@@ -55,7 +56,7 @@ def decayed_path_scores(
         log_diag: [B, T, H, K].
     """
     T, H = q.shape[1:3]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     cd = wide if compute_dtype is None else compute_dtype
     k, w, beta = (expand_heads(x, H) for x in (k, w, beta))
     strength = rearrange(beta.to(wide), "b t h -> b h t 1")

@@ -21,10 +21,7 @@ from attnzoo.kernels.levels.layout import (
     tree_offset,
     tree_scales,
 )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from attnzoo.precision import wide_dtype
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
@@ -36,7 +33,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 def _blocks(x: Tensor, G: int) -> Tensor:
     """[B, T, H, K] to [B, nC, G, H/G, C, K] in the wide dtype."""
-    y: Tensor = _cut(x.to(_wide(x.dtype)), BLOCK).unflatten(3, (G, -1))
+    y: Tensor = _cut(x.to(wide_dtype(x.dtype)), BLOCK).unflatten(3, (G, -1))
     return y.permute(0, 1, 3, 4, 2, 5)
 
 
@@ -107,7 +104,7 @@ def block_level_backward(
     d_gram = b_beta[..., None] * d_l
     dw = (d_qw.mT @ b_q).sum(3, keepdim=True) + u.x.mT @ d_y + d_wk @ b_k - u.z @ d_k - u.y @ d_m
     dw = dw + (d_gram + d_gram.mT) @ b_w
-    wide = _wide(q.dtype)
+    wide = wide_dtype(q.dtype)
     return (
         _tokens(dq, T, wide),
         _tokens(dk, T, wide),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.block_decay import block_decay
 from attnzoo.algebra.gate import expand_heads, is_closed
-from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first, scaled_queries
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, heads_first, scaled_queries
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.forms.caches.inplace import BatchRows, Extend, Memory, tokens_of
 from attnzoo.forms.caches.state import KVCache
@@ -19,6 +19,7 @@ from attnzoo.forms.options import READS_LESS, SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit, logits_of
 from attnzoo.kernels.common.untraced import untraced
+from attnzoo.precision import wide_dtype
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class KeyMemory(Memory):
             self.k.copy_(self.transition.apply(matrices, self.k))
         self.k[rows, :, :, now] = k[:, 0].to(self.k.dtype)
         self.v[rows, :, now] = v[:, 0]
-        dtype = compute_dtype(q)
+        dtype = wide_dtype(q.dtype)
         grouped = scaled_queries(q, given.scale).unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)  # [B, G, H / G, K]
         logits = logits_of((grouped @ self.k.to(dtype)).flatten(1, 2), given)  # [B, H, S]
         if self.decay is not None and gate.log_decay is not None:
@@ -108,7 +109,7 @@ class KeyMemory(Memory):
 
     def _block(self, call: Call) -> Tensor:
         """The output of several tokens, which changes nothing."""
-        given, (q, k, _), dtype = SoftmaxOptions(**call.options), self._placed(call), compute_dtype(call.q)
+        given, (q, k, _), dtype = SoftmaxOptions(**call.options), self._placed(call), wide_dtype(call.q.dtype)
         (_, T, H, _), (_, G, _, S), now = q.shape, self.k.shape, self.rows.length[:, None, None]
         gate = HeadGate.of(call.gate, q)
         scaled, keys = scaled_queries(q, given.scale), heads_first(k, H, dtype)

@@ -13,13 +13,13 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.backends.sdpa import CLOSED_AS, lengthened
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.attention import Attention
 from attnzoo.models.vllm.linear import recur
 from attnzoo.models.vllm.storage import PHASE, SUMS, Storage
 from attnzoo.models.vllm.stream import ServedStream
+from attnzoo.precision import wide
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry.variant import Variant
 
@@ -92,7 +92,7 @@ class ServedLayer(nn.Module):
         if gate.angle is not None:
             shared = gate.angle.ndim == 1
             phase = place[:, None, None] * gate.angle.double() if shared else stream.running(PHASE, gate.angle[0])
-            q, k = rotate_all(phase[None], q.to(compute_dtype(q)), k.to(compute_dtype(q)))
+            q, k = rotate_all(phase[None], wide(q), wide(k))
         q, k, v = q.to(dtype), k.to(dtype), expand_heads(v, self.kv_heads)
         if gate.log_decay is not None:
             g = gate.log_decay.clamp(min=CLOSED_AS)

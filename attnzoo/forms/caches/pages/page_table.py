@@ -12,6 +12,7 @@ from torch import Tensor
 from attnzoo.forms.caches.device_memory import check_memory, size_of
 from attnzoo.kernels.decode.eight_bits import E4M3, longer, quantised
 from attnzoo.kernels.decode.state import GateState, KeyPages, PagedState, PageTable
+from attnzoo.precision import wide_dtype
 
 PAGE = 64  # tokens of a page
 PAGED = ("k", "v", "exponents", "decay")  # what has a row per page
@@ -125,7 +126,7 @@ class Pages:
             more: fields of a class that extends this one.
         """
         B, G, R, K, V = sizes
-        N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.float64 if dtype == torch.float64 else torch.float32
+        N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, wide_dtype(dtype)
         eight, dtype = dtype == E4M3, torch.uint8 if dtype == E4M3 else dtype
         host = "meta" if torch.device(device).type == "meta" else "cpu"  # only counted there
 
