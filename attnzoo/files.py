@@ -197,6 +197,11 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest_of(value: Any) -> str:
+    """The SHA-256 of a value's JSON, in hexadecimal: what is written with it and changed afterwards is noticed."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text.
 
@@ -243,7 +248,7 @@ def remembered_digest(path: Path) -> str:
     try:
         known = parse_json(cache.read_bytes())
         found, seal = known[now[0]]
-        if seal == _seal(now, found):
+        if seal == digest_of([now, found]):
             return str(found)
     except KeyError:
         pass
@@ -253,15 +258,10 @@ def remembered_digest(path: Path) -> str:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         there = {name: kept for name, kept in known.items() if os.path.exists(name)}
-        write_whole(cache, json.dumps({**there, now[0]: [found, _seal(now, found)]}))
+        write_whole(cache, json.dumps({**there, now[0]: [found, digest_of([now, found])]}))
     except (OSError, TypeError):
         logger.info("%s cannot be written: %s will be read again each time", cache, path)
     return found
-
-
-def _seal(status: list[object], found: str) -> str:
-    """A checksum of a file's status and digest, by which changes of the cache are noticed."""
-    return hashlib.sha256(json.dumps([status, found]).encode()).hexdigest()
 
 
 def check_folder(folder: Path, name: str = "output_dir") -> None:

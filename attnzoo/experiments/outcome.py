@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -17,7 +16,7 @@ from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments.claims import UNDECIDED, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.experiments.statistics import Array
-from attnzoo.files import parse_json, write_whole
+from attnzoo.files import digest_of, parse_json, write_whole
 
 BETTER = 4.0  # standard errors by which an error must be below a guess's to count as learnt
 
@@ -162,7 +161,7 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
     kept = asdict(replace(outcome, runs=(), tried=()))
     for name in ("runs", "tried"):
         kept[name] = [as_json(run) for run in getattr(outcome, name)]
-    text = json.dumps({**kept, "digest": _digest(kept)}, indent=1)
+    text = json.dumps({**kept, "digest": digest_of(kept)}, indent=1)
     write_whole(path, re.sub(r"\[\s+([^][{}\"\s]+,)\s+([^][{}\"\s,]+)\s+\]", r"[\1 \2]", text) + "\n")  # a pair, a line
 
 
@@ -174,7 +173,7 @@ def load_outcome(path: Path, option: str = "") -> Outcome:
     """
     try:
         kept = parse_json(path.read_text(encoding="utf-8"))
-        if kept.pop("digest") != _digest(kept):
+        if kept.pop("digest") != digest_of(kept):
             raise ValueError("its content is not what was written")
         runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}
         return Outcome(**{**kept, **runs})
@@ -219,7 +218,3 @@ def _betters(wrong: float, guess: Guess, by: float) -> bool:
 
 def _number(x: float) -> float | None:
     return x if math.isfinite(x) else None
-
-
-def _digest(kept: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
