@@ -76,10 +76,15 @@ def both_sides() -> Figure:
     return figure
 
 
+def on_tokens() -> list[str]:
+    """The recorded sizes of the pairs whose losses are of tokens and not of bytes."""
+    return [each.size for each in find("pairs").measured if each.size.startswith("gpu")]
+
+
 def pairs_by_size() -> Figure:
-    """A panel for each recorded size of the pairs, with the papers' gates; circles are pairs of one part."""
+    """A panel for each such size of the pairs, with the papers' gates; circles are pairs of one part."""
     [asked, _] = [each.claim for each in find("pairs").expectations if isinstance(each.claim, Correlated)]
-    outcomes = sorted((outcome("pairs", each.size) for each in find("pairs").measured), key=_weights)
+    outcomes = sorted((outcome("pairs", size) for size in on_tokens()), key=_weights)
     side = (WIDTH - LEFT - BETWEEN * len(outcomes)) / len(outcomes)
     height, first, handles = BELOW + side + ABOVE, None, dict[str, Line2D]()
     figure = Figure(figsize=(WIDTH / 72, height / 72))
@@ -129,10 +134,11 @@ def _explain(figure: Figure, first: Axes, handles: dict[str, Line2D]) -> None:
 def curves(name: str, side: str) -> Figure:
     """What each part gains by the size of the model: of the factorial after the shortest training, of the pairs after
     tokens in proportion to the weights."""
-    experiment = find(name)
-    outcomes = [outcome(name, each.size) for each in experiment.measured]
+    experiment, shortest = find(name), measured()[0][0]
     if name == "factorial":
-        outcomes = [found for tokens, _, found in measured() if tokens == measured()[0][0]]
+        outcomes = [found for tokens, _, found in measured() if tokens == shortest]
+    else:
+        outcomes = [outcome(name, size) for size in on_tokens()]
     return curves_of(experiment, gains_by_size(experiment, outcomes), side)
 
 

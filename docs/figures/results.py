@@ -51,7 +51,11 @@ QUESTIONS = {
 }
 WORDS = {"seen": "✓ confirmed", "not seen": "✗ refuted", "undecided": "○ open"}
 TABLES = {  # by page and the words of their markers
-    RESULTS / "little_text.md": {"both sides": both_sides.table, "open gates": both_sides.gates_table},
+    RESULTS / "little_text.md": {
+        "both sides": both_sides.table,
+        "open gates": both_sides.gates_table,
+        "pairs on a CPU": partial(both_sides.pairs_table, "cpu"),
+    },
     RESULTS / "both_sides.md": {
         "pairs": both_sides.pairs_table,
         "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
