@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
 
+P = TypeVar("P")
 ROWS_SEED = 1000  # seed of the rows that are asked, other than those of validation
 
 
@@ -130,6 +132,17 @@ class _Asking:
             place: measure_guess(examples_of(subject.config, *asked), subject.rows)
             for place, asked in self.asked().items()
         }
+
+
+def of_pruning(measure: Callable[[P, Probed], dict[float, float]]) -> Callable[[P, Probed], dict[float, float]]:
+    """A probe's ``measure`` that finds nothing where no layer of the model can prune, and reads no text for that."""
+
+    @functools.wraps(measure)
+    def measured(self: P, subject: Probed) -> dict[float, float]:
+        layers = (layer for layer in subject.model.modules() if isinstance(layer, Attention))
+        return measure(self, subject) if any(layer.variant.prunable for layer in layers) else {}
+
+    return measured
 
 
 class ByLength:
@@ -300,9 +313,8 @@ class KeptBlocks(ByLength):
     def longest(self) -> float:
         return max(self.lengths)
 
+    @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not prunes(subject.model):
-            return {}
         found = {}
         for length in self.lengths:
             maps = gate_maps(subject.model, subject.windows(length)[0, :-1], block=self.block)
@@ -327,9 +339,8 @@ class PrunedLoss:
     def longest(self) -> float:
         return self.length
 
+    @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not prunes(subject.model):
-            return {}
         losses, windows = [], subject.windows(self.length)
         for prune in (None, Prune()):  # in float32: what 16 bits round may be more than the difference
             with pruning(subject.model, prune):
@@ -350,11 +361,6 @@ class Speed:
         return {
             1.0: statistics.median(row["tokens_per_second"] for row in subject.metrics if row["kind"] == "train") / 1e3
         }
-
-
-def prunes(model: LanguageModel) -> bool:
-    """Whether a model has a layer that can prune."""
-    return any(isinstance(layer, Attention) and layer.variant.prunable for layer in model.modules())
 
 
 def wrong_share(subject: Probed, options: Mapping[str, Any], length: float) -> float:

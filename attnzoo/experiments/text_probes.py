@@ -4,6 +4,7 @@ pruning keeps of it by head, depth and eps."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,11 +12,13 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.data.tasks import Examples
-from attnzoo.evaluation import gate_maps, measure_pruning, sweep_eps
+from attnzoo.evaluation import gate_maps, measure_pruning, pruning, token_losses
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.needle import text_needle
-from attnzoo.experiments.probes import ROWS_SEED, ByLength, Probed, prunes, text_losses
+from attnzoo.evaluation.pruning import share_kept, window_seconds
+from attnzoo.experiments.probes import ROWS_SEED, ByLength, Probed, of_pruning, text_losses
 from attnzoo.trained.model import load_trained
 
 
@@ -89,9 +92,8 @@ class KeptByHead:
     at: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1.0)
     task: ClassVar[bool] = False
 
+    @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not prunes(subject.model):
-            return {}
         maps = gate_maps(subject.model, subject.windows(1.0)[0, :-1], block=self.block)
         heads = np.concatenate([gate.prune["tail"].kept for gate in maps if "tail" in gate.prune])
         return dict(zip(self.at, np.histogram(heads, (0.0, *self.at))[0] / len(heads), strict=True))
@@ -149,9 +151,8 @@ class KeptByDepth:
     at: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1.0)
     task: ClassVar[bool] = False
 
+    @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not prunes(subject.model):
-            return {}
         kept = 1 - np.array(measure_pruning(subject.model, subject.windows(1.0)[0, :-1]).heads).mean(1)
         ends = [(math.floor((end - 0.25) * kept.size), math.ceil(end * kept.size)) for end in self.at]
         return {at: float(kept[first:last].mean()) for at, (first, last) in zip(self.at, ends, strict=True)}
@@ -178,12 +179,19 @@ class ByEps:
     def percent(self) -> bool:
         return self.of == "kept"
 
+    @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        if not prunes(subject.model):
-            return {}
-        windows, batch, timed = subject.windows(1.0), subject.at_once(1.0), self.of == "seconds"
-        read = {"change": len(windows), "kept": 1, "seconds": batch}[self.of]
+        model, windows, batch = subject.model, subject.windows(1.0), subject.at_once(1.0)
+        measures: dict[str, Callable[[Prune | None], float]] = {
+            "change": lambda prune: float(token_losses(model, windows, batch).mean()),
+            "kept": lambda prune: share_kept(model, windows[0, :-1], prune),
+            "seconds": lambda prune: 1e3 * window_seconds(model, windows[:batch, :-1]),
+        }
+        found = []
         # Times are of the training's precision; what 16 bits round may be more than a change of the loss.
-        with subject.precision() if timed else nullcontext():
-            rows = sweep_eps(subject.model, windows[:read], self.at, batch_size=batch).rows[1:]
-        return {eps: (1e3 if timed else 1.0) * getattr(row, self.of) for eps, row in zip(self.at, rows, strict=True)}
+        with subject.precision() if self.of == "seconds" else nullcontext():
+            for prune in (None, *map(Prune, self.at)):
+                with pruning(model, prune):
+                    found.append(measures[self.of](prune))
+        plain = found[0] if self.of == "change" else 0.0
+        return {eps: number - plain for eps, number in zip(self.at, found[1:], strict=True)}

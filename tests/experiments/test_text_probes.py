@@ -105,10 +105,22 @@ def test_probes_of_pruning_read_as_many_tokens_at_once_as_the_training(factor):
     first.register_forward_pre_hook(lambda layer, given: read.append(given[0].shape[:2].numel()))
     PrunedLoss(length=factor).measure(asked)
     assert {*read} == {4 * 64}
-    for of in ("change", "seconds"):
+    for of, each in (("change", 4 * 64), ("seconds", 4 * 64), ("kept", 64)):  # the share is counted in one window
         read.clear()
         ByEps("x", of, (0.1,)).measure(asked)
-        assert {*read} == {4 * 64, 64}  # the share of blocks is counted in one window
+        assert {*read} == {each}
+
+
+def test_a_probe_by_eps_reads_what_it_measures_alone():
+    """Two settings: without pruning and with it; of 32 windows in batches of 16."""
+    asked = subject(forgetting([[3.0]]), tokens=2048, context=64)
+    asked = replace(asked, config=replace(asked.config, batch_size=16))
+    read = []
+    asked.model.embedding.register_forward_hook(lambda *_: read.append(1))
+    for of, passes in (("change", 2 * 2), ("seconds", 2 * 3), ("kept", 1)):
+        read.clear()
+        ByEps("x", of, (0.1,)).measure(asked)
+        assert len(read) == passes, of
 
 
 @pytest.mark.parametrize("attention", ["nope", "mamba2"])
@@ -149,4 +161,4 @@ def test_losses_are_read_in_the_precision_of_the_training(precision, dtype):
         assert {*used} == {torch.float32}, probe.name
     used.clear()
     ByEps("x", "seconds", (0.1,)).measure(of)
-    assert dtype in used
+    assert {*used} == {dtype}
