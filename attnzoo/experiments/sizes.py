@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import yaml
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -51,13 +52,18 @@ def gains_by_size(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[G
         outcomes: its results at two sizes or more.
 
     Raises:
-        ValueError: fewer than two sizes, another experiment's result, or no gain that two results have.
+        ValueError: fewer than two sizes, another experiment's result, one on another text, whose losses do not compare,
+            or no gain that two results have.
     """
     for outcome in outcomes:
         if outcome.experiment != outcomes[0].experiment:
             raise ValueError(f"results: expected ones of {outcomes[0].experiment!r}, got one of {outcome.experiment!r}")
     if len({outcome.size for outcome in outcomes}) < max(2, len(outcomes)):
         raise ValueError(f"results: expected some of different sizes, got {', '.join(x.size for x in outcomes)}")
+    texts = {outcome.size: _text(outcome) for outcome in outcomes}
+    if len(set(texts.values())) > 1:
+        said = ", ".join(f"{text} at {size}" for size, text in texts.items())
+        raise ValueError(f"results: expected ones of one text, as losses of unlike tokens do not compare, got {said}")
     outcomes = sorted(outcomes, key=lambda outcome: outcome.runs[0].parameters)
     found, missing = list[GainBySize](), ""
     for lower, higher in _pairs(experiment):
@@ -77,8 +83,15 @@ def gains_by_size(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[G
         p = 2 * tail(abs(change) / error, freedom) if error > 0 else math.nan
         found.append(GainBySize(lower, higher, np.array(weights, dtype=np.float64), gains, errors, p))
     if not found:
-        raise ValueError(f"results: {missing}")
+        none = f"expected ones that compare models, and {outcomes[0].experiment} claims limits alone"
+        raise ValueError(f"results: {missing or none}")
     return found
+
+
+def _text(outcome: Outcome) -> str:
+    """The text or task of a result's training."""
+    data = yaml.safe_load(outcome.settings)["data"]
+    return str(data.get("sources") or data["source"])
 
 
 def left_out(experiment: Experiment, rows: Sequence[GainBySize]) -> list[str]:

@@ -78,6 +78,21 @@ def test_results_that_are_not_of_several_sizes_of_one_experiment_are_refused(out
             gains_by_size(experiment, given)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pairs", "expected ones of one text, as .* do not compare, got stdlib at cpu, tokens/packages at gpu"),
+        ("needle", "expected ones that compare models, and needle claims limits alone"),
+    ],
+)
+def test_results_whose_numbers_do_not_compare_are_refused(name, message):
+    """Nats a byte beside nats a token are no curve."""
+    experiment = find(name)
+    records = {each.size: each.result for each in experiment.measured}
+    with pytest.raises(ValueError, match=f"results: {message}"):
+        gains_by_size(experiment, [load_outcome(RESULTS / records[size]) for size in ("cpu", "gpu")])
+
+
 def test_gain_is_shown_at_the_sizes_that_have_it_and_left_out_where_they_are_not_two(outcomes, tmp_path):
     """Of the largest size only one run of FoX is kept, of the others all but FoX's."""
     few = [replace(each, runs=tuple(run for run in each.runs if run.arm != "fox")) for each in outcomes]
