@@ -69,7 +69,7 @@ def _normed(b_x, p_scale, m_x, eps, X: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _log_decay(p_logits, p_bias, p_a, m_x, factor, HAS_BIAS: tl.constexpr, HAS_A: tl.constexpr, OPPOSITE: tl.constexpr):
-    """``parts.Decay``, and the softplus that it is made of where it is OPPOSITE."""
+    """``parts.DecayLogits``, and the softplus that it is made of where it is OPPOSITE."""
     b_x = tl.load(p_logits, mask=m_x, other=0.0).to(tl.float32)
     if HAS_BIAS:
         b_x += tl.load(p_bias, mask=m_x, other=0.0).to(tl.float32)

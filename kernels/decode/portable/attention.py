@@ -1,9 +1,9 @@
 """Few query rows over keys in pages: every program reads an equal share of all pages that are alive.
 
-The heads' live pages are one long list (``shares.py``). Program p of n takes the entries p L / n up to (p + 1) L / n,
-which may be the end of one head, some whole ones and the start of another, and writes a partial result for each;
-program p's part of head h has the slot p + h, so that slots are never shared and those of a head are in order. A last
-kernel combines them, in that order, and norms and gates the output where that is asked for.
+The heads' live pages are one long list (``page_shares.py``). Program p of n takes the entries p L / n up to
+(p + 1) L / n, which may be the end of one head, some whole ones and the start of another, and writes a partial result
+for each; program p's part of head h has the slot p + h, so that slots are never shared and those of a head are in
+order. A last kernel combines them, in that order, and norms and gates the output where that is asked for.
 
 What there is to read is known to the device alone (lengths, first pages): a launch that was recorded once stays right.
 """

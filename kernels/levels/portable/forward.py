@@ -2,7 +2,7 @@
 
 A row tile meets the keys of its own pair of blocks (128 tokens: ``diag`` within a block, the blocks' carried q and k
 across), then for each level s >= 1 whose bit is set in its position, h = 64 * 2^s keys read against its own q^s
-(``levels.py``). Gates, bounds and the frame of the log-sum-exp are those of FoX's forward. On Hopper
+(``layout.py``). Gates, bounds and the frame of the log-sum-exp are those of FoX's forward. On Hopper
 ``hopper/forward.py`` computes the same.
 """
 

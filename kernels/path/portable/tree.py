@@ -62,7 +62,7 @@ def popcount(x):
 
 @triton.jit
 def scale_at(units, s):
-    """``levels.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
+    """``layout.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
     last = units - 1
     return s + 2 * (last - (last >> s)) - popcount(last & ((1 << s) - 1))
 
