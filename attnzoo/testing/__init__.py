@@ -11,7 +11,7 @@ from attnzoo.errors import UnavailableError
 from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnzoo.testing.case import Case, Inputs, block_sizes, take
+    from attnzoo.testing.case import Case, Inputs, block_sizes, in_float64, take
     from attnzoo.testing.compare import (
         CPU_FORMS,
         LIMIT,
@@ -48,6 +48,7 @@ __all__ = [
     "cut_points",
     "extend_in_segments",
     "extend_with_steps",
+    "in_float64",
     "leaves_of",
     "reference_forms",
     "relative_error",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 _HOMES = (
     dict.fromkeys(__all__, "compare")
-    | dict.fromkeys(("Case", "Inputs", "block_sizes", "take"), "case")
+    | dict.fromkeys(("Case", "Inputs", "block_sizes", "in_float64", "take"), "case")
     | dict.fromkeys(("LAWS", "Law", "Trial"), "laws")
     | dict.fromkeys(("cases", "cut_points"), "strategies")
     | dict.fromkeys(("PROFILES", "BrokenLawError", "battery", "check", "run_law"), "trials")

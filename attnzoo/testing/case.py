@@ -97,3 +97,9 @@ def take(inputs: Inputs, rows: slice = slice(None), tokens: slice | Tensor = sli
     q, k, v, gate = inputs
     cut = gate.map(lambda part: part if part.ndim == 1 else part[rows, tokens])
     return q[rows, tokens], k[rows, tokens], v[rows, tokens], cut
+
+
+def in_float64(inputs: Inputs) -> Inputs:
+    """The same numbers, for what is exact beside them."""
+    q, k, v, gate = inputs
+    return q.double(), k.double(), v.double(), gate.map(Tensor.double)

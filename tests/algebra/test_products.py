@@ -24,7 +24,7 @@ from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.registry import unregister
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.testing import LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
+from attnzoo.testing import LIMIT, Inputs, assert_close, block_sizes, in_float64, relative_error, value_and_gradients
 
 FACTORS: dict[str, tuple[Transition, tuple[str, ...]]] = {
     "diagonal": (Diagonal(), ("log_diag",)),
@@ -196,7 +196,7 @@ def float32_errors(names: tuple[str, ...], regime: Regime) -> list[float]:
     worst = [0.0, 0.0, 0.0]
     for T in (66, 130):
         inputs = inputs_for(names, T, regime, dtype=torch.float32)
-        wide: Inputs = (inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double))
+        wide = in_float64(inputs)
         linear, softmax = LinearForms(transition), SoftmaxForms(transition)
         for n, form in enumerate((linear.chunk, linear.parallel, softmax.parallel)):
             got, expected = value_and_gradients(form, inputs), value_and_gradients(form, wide)

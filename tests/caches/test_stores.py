@@ -22,7 +22,7 @@ from attnzoo.forms.caches.path_pages.pool import CarriedPool
 from attnzoo.forms.caches.state import State
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.samples import random_inputs
-from attnzoo.testing import Inputs, relative_error
+from attnzoo.testing import Inputs, in_float64, relative_error, take
 
 MOST, WINDOW = 200, 30  # tokens of a sequence
 SOFTCAP = 0.8  # of scores of about 1
@@ -112,12 +112,12 @@ class Handed:
     def take(self, inputs: Inputs, kept: tuple[int, ...]) -> Tensor:
         found, T = [], inputs[0].shape[1]
         for row, n in enumerate(kept):
-            one, before = rows_of(inputs, row), self.states[row]
+            one, before = take(inputs, slice(row, row + 1)), self.states[row]
             o, after = self.variant.extend(*one, before, form=self.store.form, **self.options)
             if n < T and self.store.pages and row == 0 and after.phase is None:
                 after = after.crop(len(before) + n)
             elif n < T:  # a call may be forgotten, too
-                after = self.variant.extend(*tokens_of(one, 0, n), before, **self.options)[1]
+                after = self.variant.extend(*take(one, tokens=slice(n)), before, **self.options)[1]
             self.states[row] = after
             found.append(o)
         return torch.cat(found)
@@ -138,7 +138,7 @@ class InPlace(Handed):
         super().join(row, inputs)
         assert self.store.make is not None
         if self.memory is None:
-            like = self.variant.extend(*tokens_of(inputs, 0, 1), self.new(inputs), **self.options)[1]
+            like = self.variant.extend(*take(inputs, tokens=slice(1)), self.new(inputs), **self.options)[1]
             self.memory = self.store.make(self.variant.form_set, like, self.rows)
         self.memory.admit(row, self.states[row], MOST)
         self.rows.begin(row, inputs[0].shape[1])
@@ -163,18 +163,6 @@ class InPlace(Handed):
         assert self.memory is not None
         self.memory.clear(row)
         self.rows.end(row)
-
-
-def rows_of(inputs: Inputs, row: int) -> Inputs:
-    q, k, v, gate = inputs
-    one = slice(row, row + 1)
-    return q[one], k[one], v[one], gate.map(lambda x: x[one])
-
-
-def tokens_of(inputs: Inputs, start: int, stop: int) -> Inputs:
-    q, k, v, gate = inputs
-    now = slice(start, stop)
-    return q[:, now], k[:, now], v[:, now], gate.slice(start, stop)
 
 
 def joined(first: Inputs, second: Inputs) -> Inputs:
@@ -214,11 +202,10 @@ def test_any_history_over_any_store_gives_what_the_oracle_gives(
             (T, *kept), new = numbers, drawn(store, 2, numbers[0], seed)
             o = cache.take(new, tuple(kept))
             for row, n in enumerate(kept):
-                past, one = seen[row], rows_of(new, row)
-                q, k, v, gate = joined(past, one)
-                expected = whole(q.double(), k.double(), v.double(), gate.map(Tensor.double), **options)[:, -T:]
+                past, one = seen[row], take(new, slice(row, row + 1))
+                expected = whole(*in_float64(joined(past, one)), **options)[:, -T:]
                 assert relative_error(o[row : row + 1], expected) <= (2e-5 if store.single else 1e-10), (what, numbers)
-                seen[row] = joined(past, tokens_of(one, 0, n))
+                seen[row] = joined(past, take(one, tokens=slice(n)))
     if store.evicts:
         pools = [cache.memory.pool] if isinstance(cache, InPlace) else [state.pool for state in cache.states]
         assert any(bool(pool.first.any()) for pool in pools)

@@ -22,7 +22,7 @@ from attnzoo.forms.caches.state import RecurrentState
 from attnzoo.forms.protocol import Call
 from attnzoo.registry.table import PAIRS
 from attnzoo.samples import Regime, random_inputs
-from attnzoo.testing import Inputs, leaves_of, relative_error
+from attnzoo.testing import Inputs, in_float64, leaves_of, relative_error
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]
 DTYPE = torch.bfloat16 if HERE == "cuda" else torch.float16
@@ -143,11 +143,6 @@ def through(name: str, form: str, inputs: Inputs, cuts: Sequence[int], **options
     return {"o": o.detach(), "state": state.matrix.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def wide(inputs: Inputs) -> Inputs:
-    q, k, v, gate = inputs
-    return q.double(), k.double(), v.double(), gate.map(Tensor.double)
-
-
 def assert_within_budget(got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """At most twice the error of the reference in the same precision, plus a band of eps."""
     assert got.keys() == exact.keys()
@@ -171,7 +166,7 @@ def skip_where_refused(name: str, inputs: Inputs) -> None:
 def test_values_states_and_gradients_over_pieces(name: str, regime: Regime, cuts: list[int]) -> None:
     inputs = given(name, 2, cuts[-1], regime)
     skip_where_refused(name, inputs)
-    exact = through(name, "reference", wide(inputs), cuts[-1:])
+    exact = through(name, "reference", in_float64(inputs), cuts[-1:])
     assert_within_budget(through(name, "fla", inputs, cuts), through(name, "reference", inputs, cuts[-1:]), exact)
 
 
@@ -190,7 +185,7 @@ def test_a_scalar_decay_through_the_kernels_of_channels(
     operation = fla._op
     monkeypatch.setattr(fla, "_op", lambda kernel, x, **gates: called.append(kernel) or operation(kernel, x, **gates))
     inputs = given(name, 2, 70, regime)
-    exact, plain = (through(name, "reference", x, [70]) for x in (wide(inputs), inputs))
+    exact, plain = (through(name, "reference", x, [70]) for x in (in_float64(inputs), inputs))
     assert_within_budget(through(name, "fla", inputs, [33, 70]), plain, exact)
     assert set(called) == {"chunk_kda" if "w" in get(name).requires else "chunk_gla"}
     assert [r.getMessage()[:26] for r in caplog.records].count("Triton 3.6.0 miscompiles f") == 1
@@ -205,7 +200,7 @@ def test_padding_changes_nothing(name: str) -> None:
     skip_where_refused(name, inputs)
     valid = torch.ones(3, 72, dtype=torch.bool, device=HERE)
     valid[0, :20], valid[1, 60:], valid[2, 30:55] = False, False, False
-    exact = through(name, "reference", wide(inputs), cuts, valid=valid)
+    exact = through(name, "reference", in_float64(inputs), cuts, valid=valid)
     plain = through(name, "reference", inputs, cuts, valid=valid)
     q, k, v, gate = inputs
     k = k.masked_fill(~valid[..., None, None], torch.nan)
@@ -250,7 +245,7 @@ def test_one_decay_per_head_equals_the_same_for_each_token() -> None:
     run = get("retnet").forms["fla"]
     shared, each = (run(q, k, v, Gate(log_decay=x), write=write) for x in (g, g.expand(2, 70, 2)))
     assert relative_error(shared, each) <= EPS
-    assert relative_error(shared, oracle.linear(*wide((q, k, v, Gate(log_decay=g))), write=write.double())) <= EPS
+    assert relative_error(shared, oracle.linear(*in_float64((q, k, v, Gate(log_decay=g))), write=write.double())) <= EPS
 
 
 @pytest.mark.fla
@@ -332,7 +327,7 @@ def test_narrow_heads_within_budget(name: str, K: int, V: int) -> None:
     """Several times, with other kernels between: code that reads what another left may be right by chance."""
     inputs = of_width(name, 2, 200, K, V)
     skip_where_refused(name, inputs)
-    exact, plain = (through(name, "reference", x, [200]) for x in (wide(inputs), inputs))
+    exact, plain = (through(name, "reference", x, [200]) for x in (in_float64(inputs), inputs))
     for _ in range(3):
         assert_within_budget(through(name, "fla", inputs, [200]), plain, exact)
         torch.randn(512, 512, device=HERE, dtype=DTYPE) @ torch.randn(512, 512, device=HERE, dtype=DTYPE)
@@ -343,7 +338,7 @@ def test_narrow_heads_within_budget(name: str, K: int, V: int) -> None:
 def test_heads_of_whose_tiles_few_fit() -> None:
     """K=128 with V=256, as RetNet may have them: a backward kernel needs fewer stages than are usually best."""
     inputs = of_width("retnet", 1, 200, 128, 256)
-    exact, plain = (through("retnet", "reference", x, [200]) for x in (wide(inputs), inputs))
+    exact, plain = (through("retnet", "reference", x, [200]) for x in (in_float64(inputs), inputs))
     assert_within_budget(through("retnet", "fla", inputs, [200]), plain, exact)
 
 
@@ -353,7 +348,7 @@ def test_heads_of_whose_tiles_few_fit() -> None:
 def test_long_sequences_within_budget(name: str) -> None:
     inputs = given(name, 1, 1024)
     skip_where_refused(name, inputs)
-    exact, plain = (through(name, "reference", x, [1024]) for x in (wide(inputs), inputs))
+    exact, plain = (through(name, "reference", x, [1024]) for x in (in_float64(inputs), inputs))
     found = through(name, "fla", inputs, [1024])
     for parts in (exact, plain, found):
         parts.pop("angle", None)  # the next test's: in its gradient the peer's dq and dk cancel, but not their errors

@@ -25,6 +25,7 @@ from attnzoo.testing import (
     Inputs,
     assert_close,
     block_sizes,
+    in_float64,
     relative_error,
     value_and_gradients,
 )
@@ -168,7 +169,7 @@ def test_strong_channel_gates_are_exact(parts: frozenset[str], kind: str) -> Non
 def test_strong_channel_gates_over_4096_tokens_in_float32(parts: frozenset[str], kind: str) -> None:
     """Finite, and as near to float64 as one rounding of a sum of the window that is left."""
     inputs = strong(parts, 4096, kind, torch.float32, H=1)
-    wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
+    wide = in_float64(inputs)
     for variant, form in zip(both_sides(parts), ("chunk", "parallel"), strict=True):
         with torch.no_grad():
             assert relative_error(variant.forms[form](*inputs), variant.forms[form](*wide)) < 2e-6

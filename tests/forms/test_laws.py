@@ -26,6 +26,7 @@ from attnzoo.testing import (
     cases,
     cut_points,
     extend_in_segments,
+    in_float64,
     relative_error,
     take,
     value_and_gradients,
@@ -115,7 +116,7 @@ def test_decoding_continues_a_prefill_in_bfloat16(name: str) -> None:
     """Only outputs are rounded: a state that were rounded at every step would be 2 to 3 times worse here."""
     q, k, v, gate = random_inputs(name, 1, 240, 1, 1, 8, 8, dtype=torch.float32, regime="open")
     inputs = q.bfloat16(), k.bfloat16(), v.bfloat16(), gate
-    wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), gate.map(Tensor.double)
+    wide = in_float64(inputs)
     with torch.no_grad():
         expected = get(name).forms["parallel"](*wide)
         whole = get(name).forms["parallel"](*inputs)
@@ -272,7 +273,7 @@ def test_float32_decays_stay_exact_at_length(name: str, mean: float) -> None:
 def test_chunk_in_float32_stays_exact_at_length(name: str) -> None:
     for regime in ("open", "closing"):
         inputs = random_inputs(name, 1, 2048, 1, 1, 8, 8, dtype=torch.float32, regime=regime)
-        wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
+        wide = in_float64(inputs)
         chunk = get(name).forms["chunk"]
         assert relative_error(chunk(*inputs), chunk(*wide)) <= 64 * 2**-24, regime
 
@@ -281,7 +282,7 @@ def test_chunk_in_float32_stays_exact_at_length(name: str) -> None:
 def test_softmax_in_float32_stays_exact_at_length(name: str) -> None:
     for regime in ("open", "closing"):
         inputs = random_inputs(name, 1, 1200, 1, 1, 8, 8, dtype=torch.float32, regime=regime)
-        wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
+        wide = in_float64(inputs)
         run = get(name).forms["parallel"]
         assert relative_error(run(*inputs), run(*wide)) <= 72 * 2**-24, regime
 

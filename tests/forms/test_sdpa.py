@@ -25,7 +25,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import choose
 from attnzoo.registry.variant import Variant
 from attnzoo.samples import random_inputs
-from attnzoo.testing import assert_close, relative_error, value_and_gradients
+from attnzoo.testing import assert_close, in_float64, relative_error, value_and_gradients
 
 SIDES = ("nope", "alibi", "fox", "rope", "fox_rope")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -172,7 +172,7 @@ def test_on_a_gpu_the_ragged_kernel_is_as_exact_as_rows(options: Any, monkeypatc
     options = options | {"cu_seqlens": torch.tensor([0, 100, 100, 107, 300], device="cuda")}
     exact = value_and_gradients(
         lambda *x: get("fox").forms["parallel"](*x, **options),
-        (q.double(), k.double(), v.double(), gate.map(lambda x: x.double())),
+        in_float64((q, k, v, gate)),
     )
     form = partial(get("fox").forms["sdpa"], **options)
     got = value_and_gradients(form, (q, k, v, gate))
@@ -204,7 +204,7 @@ def errors(dtype: torch.dtype, channels: int, T: int, mean: float) -> list[float
     q, k, v, gate = gated(T, mean, dtype)
     kernel = sdpa_kernel(get("fox").form_set, channels)
     got = value_and_gradients(lambda *x: kernel.run(*x, SoftmaxOptions()), (q, k, v, gate))
-    exact = value_and_gradients(dense, (q.double(), k.double(), v.double(), gate.map(lambda x: x.double())))
+    exact = value_and_gradients(dense, in_float64((q, k, v, gate)))
     off = {name: relative_error(x, exact[name]) for name, x in got.items()}
     return [off["o"], max(off[x] for x in "qkv"), off["log_decay"]]
 

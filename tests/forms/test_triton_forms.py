@@ -22,7 +22,7 @@ from attnzoo.forms.caches.path_pages import pool as path_pages
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.fox import GateSums
 from attnzoo.samples import random_inputs
-from attnzoo.testing import Case, Inputs, relative_error
+from attnzoo.testing import Case, Inputs, in_float64, relative_error, take
 
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
 CLOSE = 2e-5  # float32
@@ -32,14 +32,8 @@ def inputs_of(name: str, B: int = 1, T: int = 26) -> Inputs:
     return Case(name, B=B, T=T, H=2, G=1, K=16, V=16, regime="open", shared_angle=True).inputs(torch.float32)
 
 
-def doubled(inputs: Inputs) -> Inputs:
-    return inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
-
-
 def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
-    q, k, v, gate = inputs
-    now = slice(start, stop)
-    return q[:, now], k[:, now], v[:, now], gate.slice(start, stop)
+    return take(inputs, tokens=slice(start, stop))
 
 
 def stepped(name: str, inputs: Inputs, cuts: list[int], valid: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
@@ -59,7 +53,7 @@ def stepped(name: str, inputs: Inputs, cuts: list[int], valid: Tensor | None, **
 def test_kernels_take_windows_and_sinks_and_give_the_lse(name: str) -> None:
     inputs, sink = inputs_of(name), torch.linspace(-1, 1, 2)
     options: dict[str, Any] = {"window": 9, "sink": sink, "softcap": 1.2, "return_lse": True}
-    expected = oracle.softmax(*doubled(inputs), **options)
+    expected = oracle.softmax(*in_float64(inputs), **options)
     got = get(name).forms["triton"](*inputs, **options)
     assert max(map(relative_error, got, expected)) <= CLOSE
     steps, _ = stepped(name, inputs, [0, 22, 23, 26], None, window=9, sink=sink, softcap=1.2)
@@ -75,7 +69,7 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     valid = torch.ones(3, 22, dtype=torch.bool)
     valid[0, :11], valid[1, 14:18], valid[2, 18] = False, False, False
     got, state = stepped(name, inputs, cuts, valid, sink=sink)
-    (o, lse), _ = get(name).extend(*doubled(inputs), valid=valid, sink=sink.double(), return_lse=True)
+    (o, lse), _ = get(name).extend(*in_float64(inputs), valid=valid, sink=sink.double(), return_lse=True)
     assert relative_error(got[valid], torch.cat([o, lse[..., None]], -1)[valid]) <= CLOSE
     assert len(state) == 22
 
@@ -93,7 +87,7 @@ def test_pieces_of_any_length_go_on_from_a_cache_of_wall(name: str) -> None:
     for there in (None, valid):
         got, state = stepped(name, inputs, [0, 20, 23, 24, 48], there, sink=sink, softcap=1.2)
         options: dict[str, Any] = {"sink": sink.double(), "softcap": 1.2, "return_lse": True}
-        expected, last = get(name).extend(*doubled(inputs), valid=there, **options)
+        expected, last = get(name).extend(*in_float64(inputs), valid=there, **options)
         wanted, seen = torch.cat([expected[0], expected[1][..., None]], -1), valid | (there is None)
         assert got.isfinite().all()
         assert relative_error(got[seen], wanted[seen]) <= CLOSE
@@ -110,7 +104,7 @@ def test_path_with_decays_goes_on_where_another_form_ended() -> None:
     inputs, variant, state = inputs_of(name, B=2, T=24), get(name), None
     valid = torch.ones(2, 24, dtype=torch.bool)
     valid[0, :3], valid[1, 19] = False, False
-    expected, last = variant.extend(*doubled(inputs), valid=valid)
+    expected, last = variant.extend(*in_float64(inputs), valid=valid)
     pieces = ((0, 12, "triton"), (12, 13, "reference"), (13, 14, "triton"), (14, 23, "triton"), (23, 24, "triton"))
     for start, stop, form in pieces:
         now, there = piece(inputs, start, stop), valid[:, start:stop]
@@ -127,7 +121,7 @@ def test_path_with_decays_steps_in_place() -> None:
     """Rows that joined after different numbers of tokens."""
     q, k, v, gate = random_inputs("path_wall", 2, 14, 2, 2, 16, 16, regime="mixed", dtype=torch.float32)
     variant, rows, memory, steps = get("path_wall"), BatchRows.idle(2), None, [7, 11]
-    expected = oracle.softmax(*doubled((q, k, v, gate)))
+    expected = oracle.softmax(*in_float64((q, k, v, gate)))
     for row, t in enumerate(steps):
         one = slice(row, row + 1)
         part = gate.map(lambda x, one=one: x[one]).slice(0, t)  # type: ignore[misc]
@@ -211,7 +205,7 @@ def test_gates_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     of = GateSums.of
     monkeypatch.setattr(GateSums, "of", staticmethod(lambda g, k=None: scans.append(g.shape[1]) or of(g, k)))
     inputs = inputs_of("fox", B=2, T=70)
-    expected = oracle.softmax(*doubled(inputs))
+    expected = oracle.softmax(*in_float64(inputs))
     got, state = stepped("fox", inputs, [0, 60, 61, 62, 63, 66, 70], None)
     assert relative_error(got[..., :-1], expected) <= CLOSE
     assert scans == [61]
@@ -244,7 +238,7 @@ def test_a_window_over_a_cache_with_padding_counts_what_exists(name: str, steps:
     inputs = inputs_of(name, B=2, T=20)
     valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(3)) < 0.6
     valid[:, -1], valid[1, :6] = True, False
-    want = get(name).extend(*doubled(inputs), window=4, valid=valid)[0]
+    want = get(name).extend(*in_float64(inputs), window=4, valid=valid)[0]
     state, found = None, []
     with torch.no_grad():
         for start, stop in itertools.pairwise(steps):
@@ -254,7 +248,7 @@ def test_a_window_over_a_cache_with_padding_counts_what_exists(name: str, steps:
             found.append(o)
     got = torch.cat(found, 1)[valid]
     assert relative_error(got, want[valid]) <= CLOSE
-    whole = get(name).extend(*doubled(inputs), valid=valid)[0]
+    whole = get(name).extend(*in_float64(inputs), valid=valid)[0]
     assert not torch.allclose(whole[valid], want[valid])
 
 

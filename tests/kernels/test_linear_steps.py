@@ -15,16 +15,11 @@ from attnzoo import Gate, get, list_variants, oracle
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.linear import MOST_TOKENS, RecurrentParts, linear_step, linear_steps
 from attnzoo.samples import random_inputs
-from attnzoo.testing import Case, Inputs, relative_error
+from attnzoo.testing import Case, Inputs, in_float64, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 1e-5  # float32
 NAMES = [name for name in list_variants("linear") if "u" not in get(name).requires]  # no kernel reads u
-
-
-def wide(inputs: Inputs) -> Inputs:
-    q, k, v, gate = inputs
-    return q.double(), k.double(), v.double(), gate.map(Tensor.double)
 
 
 def inputs_of(name: str, **sizes: Any) -> Inputs:
@@ -37,7 +32,7 @@ def inputs_of(name: str, **sizes: Any) -> Inputs:
 @torch.no_grad()
 def test_pieces_equal_the_whole_and_go_on_from_the_reference(name: str, regime: Any) -> None:
     inputs = inputs_of(name, regime=regime, shared_angle=True)
-    expected, last = get(name).extend(*wide(inputs))
+    expected, last = get(name).extend(*in_float64(inputs))
     q, k, v, gate = inputs
     state, outputs = None, []
     for i, (start, stop) in enumerate(itertools.pairwise([0, 3, 4, 5, 9])):
@@ -57,7 +52,7 @@ def test_all_parts_of_a_gate_at_once() -> None:
     q, k, v, _ = inputs_of("gla")
     gate = Gate(**{part: getattr(g, part) for g in gates for part in g.parts})
     o, _ = linear_steps(q, k, v, gate)
-    assert relative_error(o, oracle.linear(*wide((q, k, v, gate)))) <= CLOSE
+    assert relative_error(o, oracle.linear(*in_float64((q, k, v, gate)))) <= CLOSE
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -70,7 +65,7 @@ def test_several_factors_per_token(n: int) -> None:
     q, k, v, gate = q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), gate.map(lambda part: part.to(DEVICE))
     first, state = linear_steps(q[:, :3], k[:, :3], v[:, :3], gate.slice(0, 3))
     then, _ = linear_steps(q[:, 3:], k[:, 3:], v[:, 3:], gate.slice(3, 5), state)
-    assert relative_error(torch.cat([first, then], 1), oracle.linear(*wide((q, k, v, gate)))) <= CLOSE
+    assert relative_error(torch.cat([first, then], 1), oracle.linear(*in_float64((q, k, v, gate)))) <= CLOSE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +75,7 @@ def test_absent_tokens_count_for_nothing(name: str) -> None:
     inputs = inputs_of(name, B=3)
     valid = torch.ones(3, 9, dtype=torch.bool, device=DEVICE)
     valid[0, :4], valid[1, 6:], valid[2, 3:5] = False, False, False
-    expected, last = get(name).extend(*wide(inputs), valid=valid)
+    expected, last = get(name).extend(*in_float64(inputs), valid=valid)
     nothing = [x.masked_fill(~valid.view(3, 9, *[1] * (x.ndim - 2)), torch.nan) for x in inputs[:3]]
     gate = inputs[3].map(lambda x: x.masked_fill(~valid.view(3, 9, *[1] * (x.ndim - 2)), torch.nan))
     o, state = get(name).extend(*nothing, gate if name != "complex_linear" else inputs[3], form="triton", valid=valid)
@@ -95,7 +90,7 @@ def test_write_strengths_scale_and_half_precision(heads: int) -> None:
     q, k, v = (x.half() for x in (q, k, v))
     write = torch.rand(2, 9, heads, device=DEVICE)
     o = get("mamba2").forms["triton"](q, k, v, gate, write=write, scale=0.3)
-    expected = oracle.linear(*wide((q, k, v, gate)), write=write.double(), scale=0.3)
+    expected = oracle.linear(*in_float64((q, k, v, gate)), write=write.double(), scale=0.3)
     assert o.dtype == torch.float16
     assert relative_error(o, expected) <= 2 * torch.finfo(torch.float16).eps
 
@@ -106,7 +101,7 @@ def test_the_delta_rule_writes_with_its_strength(name: str) -> None:
     q, _, v, gate = inputs_of(name)
     assert gate.w is not None
     o, state = get(name).extend(q, gate.w, v, gate, form="triton", delta_rule=True)
-    expected, last = get(name).extend(*wide((q, gate.w, v, gate)), delta_rule=True)
+    expected, last = get(name).extend(*in_float64((q, gate.w, v, gate)), delta_rule=True)
     assert relative_error(o, expected) <= CLOSE
     assert relative_error(state.matrix, last.matrix) <= CLOSE
 
@@ -119,7 +114,7 @@ def test_strided_inputs_and_odd_sizes() -> None:
     o, state = linear_steps(*swapped, Gate(log_diag=log_diag))
     again, _ = linear_steps(*(x[:, 4:] for x in (q, k, v)), gate.slice(4, 5), linear_steps(
         *(x[:, :4] for x in (q, k, v)), gate.slice(0, 4))[1].mT.contiguous().mT)  # fmt: skip
-    assert relative_error(o, oracle.linear(*wide((q, k, v, gate)))) <= CLOSE
+    assert relative_error(o, oracle.linear(*in_float64((q, k, v, gate)))) <= CLOSE
     assert relative_error(again, o[:, 4:]) <= CLOSE
     assert state.is_contiguous()
 

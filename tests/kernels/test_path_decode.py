@@ -21,6 +21,7 @@ from attnzoo.kernels.path.operands import PathStep
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
+from attnzoo.testing import in_float64
 
 CASES = [
     (Case(T=70), (60, 1, 1, 8)),
@@ -88,7 +89,7 @@ def test_several_factors_per_token(pieces: tuple[int, ...]) -> None:
     q, k, v, gate = random_inputs("path_fox", 2, 16, 4, 2, 16, 16, factors=3, dtype=torch.float32)
     x = {"q": q, "k": k, "v": v, "w": gate.w, "beta": gate.beta, "log_decay": gate.log_decay}
     x = {name: t.to(DEVICE) for name, t in x.items()}  # type: ignore[union-attr]
-    inputs = (q.double(), k.double(), v.double(), gate.map(Tensor.double))
+    inputs = in_float64((q, k, v, gate))
     o, keys = extend_in_pieces(x, pieces)
     expected, state = get("path_fox").extend(*inputs)
     torch.testing.assert_close(o.double().cpu(), expected[:, pieces[0] :], rtol=1e-5, atol=5e-6)

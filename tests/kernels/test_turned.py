@@ -22,7 +22,7 @@ from attnzoo.kernels.path.reference import path_reference_lse
 from attnzoo.recurrences.complex_linear import Rotation, phases, rotate_all, rotate_rounded
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.samples import random_inputs
-from attnzoo.testing import Inputs, relative_error, value_and_gradients
+from attnzoo.testing import Inputs, in_float64, relative_error, value_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 2e-5  # float32
@@ -42,15 +42,11 @@ def inputs_of(
     return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), gate.map(lambda part: part.to(DEVICE))
 
 
-def doubled(inputs: Inputs) -> Inputs:
-    return inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
-
-
 @pytest.mark.parametrize(("name", "angles"), [("path_fox", "heads"), ("path", "shared")])
 def test_values_and_gradients_equal_the_oracle(name: str, angles: str) -> None:
     """Those of the angles among them, whatever heads share them."""
     inputs = inputs_of(name, angles)
-    expected = value_and_gradients(oracle.softmax, doubled(inputs))
+    expected = value_and_gradients(oracle.softmax, in_float64(inputs))
     got = value_and_gradients(TRITON, inputs)
     for part, x in got.items():
         assert relative_error(x, expected[part]) <= CLOSE, part
@@ -60,7 +56,7 @@ def test_windows_sinks_and_the_lse() -> None:
     inputs, sink = inputs_of(T=20, H=4, G=2), torch.linspace(-1, 1, 4, device=DEVICE)
     options: dict[str, Any] = {"window": 9, "sink": sink, "scale": 0.3, "return_lse": True}
     with torch.no_grad():
-        expected = oracle.softmax(*doubled(inputs), **options)
+        expected = oracle.softmax(*in_float64(inputs), **options)
         assert max(map(relative_error, TRITON(*inputs, **options), expected)) <= CLOSE
 
 
@@ -70,14 +66,14 @@ def test_packed_and_padded_sequences() -> None:
     borders = torch.tensor([0, 20, 21, 40], device=DEVICE)
     packed = TRITON(*inputs, cu_seqlens=borders)
     for a, b in itertools.pairwise(borders.tolist()):
-        alone = oracle.softmax(*doubled((q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b))))
+        alone = oracle.softmax(*in_float64((q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b))))
         assert relative_error(packed[:, a:b], cast(Tensor, alone)) <= CLOSE
     valid = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
     valid[0, :5], valid[0, 30:34] = False, False
     hole = valid[..., None, None]
     nothing = [x.masked_fill(~hole, torch.nan) for x in (q, k, v)]
     broken = gate.map(lambda x: x.masked_fill(~valid.view(1, 40, *(1,) * (x.ndim - 2)), torch.nan))
-    expected, _ = FORMS.extend(*doubled(inputs), valid=valid)
+    expected, _ = FORMS.extend(*in_float64(inputs), valid=valid)
     assert relative_error(TRITON(*nothing, broken, valid=valid)[valid], expected[valid]) <= CLOSE
 
 
@@ -98,8 +94,8 @@ def test_steps_of_kernels_and_of_the_reference_go_on_from_one_another(angles: st
     """Grouped heads: where each query head turns by its own angle, keys have a copy for each, and values have not."""
     inputs = inputs_of(T=14, H=4, G=2, angles=angles, factors=factors)
     q, k, v, gate = inputs
-    expected = cast(Tensor, oracle.softmax(*doubled(inputs)))
-    _, last = FORMS.extend(*doubled(inputs))
+    expected = cast(Tensor, oracle.softmax(*in_float64(inputs)))
+    _, last = FORMS.extend(*in_float64(inputs))
     for forms in (("reference", "triton", "triton", "reference"), ("triton", "triton", "reference", "triton")):
         state, outputs = None, []
         for form, (a, b) in zip(forms, itertools.pairwise((0, 8, 9, 11, 14)), strict=True):
@@ -121,7 +117,7 @@ def test_padding_in_steps() -> None:
     q, k, v, gate = inputs
     valid = torch.ones(2, 14, dtype=torch.bool, device=DEVICE)
     valid[0, :3], valid[1, 11] = False, False
-    expected, _ = FORMS.extend(*doubled(inputs), valid=valid)
+    expected, _ = FORMS.extend(*in_float64(inputs), valid=valid)
     state, outputs = None, []
     for a, b in ((0, 10), (10, 11), (11, 12), (12, 14)):
         o, state = FORMS.extend(
@@ -136,7 +132,7 @@ def test_steps_in_place() -> None:
     """Rows that joined after different numbers of tokens, each in its own frame."""
     inputs = inputs_of(B=2, T=16, H=4, G=2, angles="tokens")
     q, k, v, gate = inputs
-    expected, starts, batch = cast(Tensor, oracle.softmax(*doubled(inputs))), (7, 12), BatchRows.idle(2, DEVICE)
+    expected, starts, batch = cast(Tensor, oracle.softmax(*in_float64(inputs))), (7, 12), BatchRows.idle(2, DEVICE)
     memory, steps = None, list(starts)
     for row, start in enumerate(starts):
         one = slice(row, row + 1)
@@ -170,7 +166,7 @@ def test_late_tokens_turn_as_exactly_as_early_ones() -> None:
     turn = torch.full((1, 20, 1, 8), 2000.0, device=DEVICE)
     angle = cast(Tensor, gate.angle) + turn
     o = TRITON(q, k, v, replace(gate, angle=angle))
-    assert relative_error(o, cast(Tensor, oracle.softmax(*doubled((q, k, v, replace(gate, angle=angle)))))) <= CLOSE
+    assert relative_error(o, cast(Tensor, oracle.softmax(*in_float64((q, k, v, replace(gate, angle=angle)))))) <= CLOSE
 
 
 def test_a_gradient_of_a_step_is_refused() -> None:
@@ -193,7 +189,7 @@ def budget(dtype: torch.dtype, T: int, K: int) -> dict[str, tuple[float, float]]
         parts = {"w": gate.w, "beta": gate.beta, "log_decay": gate.log_decay}
         return path_reference_lse(q.to(dtype), k.to(dtype), v, **parts, compute_dtype=dtype)[0]  # type: ignore[arg-type]
 
-    exact = value_and_gradients(FORMS.parallel, doubled(rounded))
+    exact = value_and_gradients(FORMS.parallel, in_float64(rounded))
     ours, plain = value_and_gradients(TRITON, rounded), value_and_gradients(dense, rounded)
     return {name: (relative_error(ours[name], x), relative_error(plain[name], x)) for name, x in exact.items()}
 
@@ -257,7 +253,7 @@ def test_gradients_of_angles_are_as_exact_as_the_others(name: str, shared: bool)
     if shared:
         gate = replace(gate, angle=cast(Tensor, gate.angle)[:, :, :1])
     half = (*(x.to(DEVICE, torch.float16) for x in (q, k, v)), gate.map(lambda x: x.to(DEVICE)))
-    exact = value_and_gradients(get(name).forms["parallel"], doubled(half))  # type: ignore[arg-type]
+    exact = value_and_gradients(get(name).forms["parallel"], in_float64(half))  # type: ignore[arg-type]
     got = value_and_gradients(get(name).forms["triton"], half)  # type: ignore[arg-type]
     for part, x in exact.items():
         error = float((got[part].double() - x).norm() / x.norm())
