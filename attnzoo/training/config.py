@@ -249,6 +249,13 @@ class TrainConfig:
         if self.device not in ("auto", "cpu"):
             raise ValueError(f"device: expected auto (a GPU where there is one) or cpu, got {self.device!r}")
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
+        if self.data.documents == "packed":
+            for spec in self.model.layers():
+                if spec.options.get("training_groups") is not None:
+                    raise ValueError(
+                        f"data.documents: expected joined with training_groups of {spec.name!r} (a group may hold two "
+                        "documents), got 'packed'"
+                    )
         if self.context_parallel > 1:
             check_context_parallel(self.model, self.context_parallel)
             if self.data.context_length < 2 * self.context_parallel:

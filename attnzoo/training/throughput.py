@@ -126,15 +126,16 @@ def _attentions(model: nn.Module) -> dict[int, Attention]:
 def blocks_kept(model: nn.Module, rows: TokenBatch) -> dict[int, float]:
     """By layer number, the share of visible blocks (128 rows by 64 keys) that pruning computes, mean over heads.
 
-    Layers without pruning are left out. It runs one more forward pass, without compilation. With a sharded model all
-    processes must call it.
+    Layers without pruning are left out, and so is the linear side, whose pruning shortens memories and skips no blocks.
+    It runs one more forward pass, without compilation. With a sharded model all processes must call it.
 
     Args:
         model: the trained model, perhaps wrapped.
         rows: tokens, of which the first row is measured, or all of a packed row.
     """
     shares: dict[int, Tensor] = {}
-    pruned = {number: layer for number, layer in _attentions(model).items() if layer.prune is not None}
+    layers = _attentions(model).items()
+    pruned = {number: layer for number, layer in layers if layer.prune is not None and layer.variant.prunable}
     if not pruned:
         return {}
     with _watched(pruned, shares), torch.compiler.set_stance("force_eager"):

@@ -162,6 +162,10 @@ def test_a_wrong_key_or_value_is_refused_by_name(override, message):
             "context_parallel=2 model.attention=[fox,stick_breaking]",
             "model.attention: expected no 'stick_breaking' with",
         ),
+        (
+            "data.documents=packed model.attention_options.training_groups=4",
+            "data.documents: expected joined with training_groups of 'fox' (a group may hold two documents)",
+        ),
         ("context_parallel=4 data.context_length=7", "data.context_length: expected at least two tokens for each of"),
     ],
 )

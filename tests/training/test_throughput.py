@@ -108,6 +108,13 @@ def test_the_share_of_blocks_is_what_pruning_leaves_of_the_rest(attention, packe
         assert shares[1] < 0.6 < shares[0] <= 1
 
 
+@pytest.mark.parametrize("linear", ["retnet", "mamba2", "mamba3"])
+def test_a_linear_layer_that_prunes_has_no_blocks(linear):
+    """Its memories are shortened; FoX's certificate says nothing of them."""
+    assert blocks_kept(model_of([{"name": linear, "options": {"acp": True}}, "gla"]), zeros(1, 40)) == {}
+    assert list(blocks_kept(model_of([linear, "fox"], acp=True), zeros(1, 40))) == [1]
+
+
 def test_the_share_of_blocks_is_the_kernels_own():
     model = model_of("fox", acp=True)
     rows = rows_of(np.random.default_rng(0).integers(0, 256, (1, 513)), None)
