@@ -26,9 +26,9 @@ LOSS_BY_EPS, KEPT_BY_EPS = ByEps("loss added by eps", "change"), ByEps("blocks k
 DEFAULT_EPS, LARGE_EPS = LOSS_BY_EPS.at[1], LOSS_BY_EPS.at[-2]
 
 
-def model(width: int, layers: int) -> Size:
+def model(width: int, layers: int, steps: int = 120) -> Size:
     """A size of `pairs`, 8 million tokens in each context, and fewer held-out ones."""
-    return replace(size(width, layers, 120, 2e-3, settings=("eval_tokens=131072",)), tokens=2**17, rows=32)
+    return replace(size(width, layers, steps, 2e-3, settings=("eval_tokens=131072",)), tokens=2**17, rows=32)
 
 
 EXPERIMENT = Experiment(
@@ -55,6 +55,7 @@ EXPERIMENT = Experiment(
             lrs=(6e-3,), tokens=32768, rows=2,
         ),
         "gpu": model(256, 4), "gpu-10m": model(384, 6), "gpu-25m": model(512, 8),
+        "gpu-950": model(256, 4, 950),  # steps after which heads look back
     },
     probes=(Speed(), Loss(), KeptBlocks(lengths=(1.0,), block=64), KeptByHead(), KeptByDepth(), PrunedLoss(length=1.0),
             Needle(), LOSS_BY_EPS, KEPT_BY_EPS, ByEps("milliseconds by eps", "seconds")),
