@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -243,6 +245,21 @@ def test_the_engine_is_kept_until_another_one_is_needed(tokens):
     assert isinstance(copy.deepcopy(model), AttnzooForCausalLM)
 
 
+def test_threads_that_share_a_model_get_what_each_gets_alone(tokens):
+    model = build(HYBRID)
+    prompts = [tokens[:, : 3 + n] for n in range(4)] * 2
+    call = partial(model.generate, max_new_tokens=8, do_sample=False, engine=True)
+    expected = [call(prompt) for prompt in prompts]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(call, prompts))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_the_engine_takes_no_more_tokens_than_there_are_learned_positions(tokens):
     model, given = build("rope", learned_positions=20), {"max_new_tokens": 11, "do_sample": False}
     assert torch.equal(model.generate(tokens, **given, engine=True), model.generate(tokens, **given))
@@ -257,7 +274,7 @@ def test_a_hook_within_the_model_is_called_at_every_token(device, refused, token
     model.model.blocks[1].register_forward_hook(lambda *_: None)
     monkeypatch.setattr(AttnzooForCausalLM, "device", torch.device(device))
     asked = {"max_new_tokens": 4, "do_sample": False}
-    with pytest.raises(NeedsLoopError, match="hooks: expected none") if refused else contextlib.nullcontext():
+    with pytest.raises(NeedsLoopError, match="hooks: expected none") if refused else nullcontext():
         request_of(model, tokens, None, asked, {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ TAKEN = {
 OTHERS = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "generation_config", "kwargs"}
 
 _engines: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Generator]] = weakref.WeakKeyDictionary()
+_busy: weakref.WeakKeyDictionary[nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
 
 
 class NeedsLoopError(Exception):
@@ -142,7 +144,7 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def run_on_engine(model: Any, call: Asked) -> Tensor:
-    """The prompts with their continuations, `[B, T + n]`, as `generate` returns them.
+    """The prompts with their continuations, `[B, T + n]`, as `generate` returns them; calls of other threads wait.
 
     The seeds of samples come from torch's global generator.
 
@@ -151,7 +153,8 @@ def run_on_engine(model: Any, call: Asked) -> Tensor:
     """
     helpers = [call.draft.model] if isinstance(call.draft, ModelDraft) else []
     try:
-        with evaluating(model, *helpers):
+        # threads of a server share the model's one engine
+        with _busy.setdefault(model, threading.Lock()), evaluating(model, *helpers):
             generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
             seeds = [0] * len(call.prompts)
             if call.sampling["temperature"]:
