@@ -34,9 +34,10 @@ def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def untouched(part: nn.Module) -> bool:
-    """Whether a module may be left out of a call that computes what it would: no hook waits for it."""
+    """Whether a module may be left out of a call that computes what it would: no hook waits for it, and nobody put a
+    ``forward`` of their own into it."""
     hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-    return not hooks and "_hf_hook" not in part.__dict__
+    return not hooks and "_hf_hook" not in part.__dict__ and "forward" not in part.__dict__
 
 
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:

@@ -65,6 +65,8 @@ def test_maps_that_are_more_than_a_weight_are_left_to_be_called() -> None:
     assert {*products(x, made, "triton")} == {"q", "k", "a", "b"}
     made["a"].register_forward_hook(lambda *given: None)
     assert {*products(x, made, "triton")} == {"q", "k", "b"}
+    made["q"].forward = lambda x: -x  # type: ignore[method-assign]
+    assert {*products(x, made, "triton")} == {"k", "b"}
     with torch.no_grad():
         assert products(x, made, "triton") == {}
         assert {*products(x, maps(), "triton")} == {"a", "b"}

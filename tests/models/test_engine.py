@@ -180,19 +180,28 @@ def test_maps_with_hooks_and_those_of_other_classes_are_left_as_they_are(prompts
         def forward(self, x):
             return 2 * super().forward(x)
 
-    model = build()
-    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    model = build(num_layers=3)
+    attention, mlp, own, normed = model.blocks[0].attention, model.blocks[0].mlp, *model.blocks[1:]
     attention.k_proj.__class__ = Doubled
     mlp.up.register_forward_hook(lambda module, given, y: 2 * y)
+    plain = own.mlp.up.forward
+    own.mlp.up.forward = lambda x: 2 * plain(x)
+    torch.nn.utils.parametrizations.weight_norm(normed.mlp.up)
     generator = Generator(model, 1, 32, fuse=True)
     assert maps_of(generator) == [["q_proj", "v_proj", "gate.forget_proj"]]
     number = generator.add(prompts[1], 9, temperature=0)
     assert generator.run()[number] == alone(model, prompts[1], 9)
 
 
-def test_hooks_of_blocks_count(prompts):
+@pytest.mark.parametrize("kind", ["hook", "forward"])
+def test_hooks_of_blocks_count(kind, prompts):
     model = build()
-    model.blocks[0].register_forward_hook(lambda block, given, y: -y)
+    block = model.blocks[0]
+    if kind == "hook":
+        block.register_forward_hook(lambda block, given, y: -y)
+    else:
+        plain = block.forward
+        block.forward = lambda *given, **more: -plain(*given, **more)
     generator = Generator(model, 1, 32)
     number = generator.add(prompts[1], 9, temperature=0)
     assert generator.run()[number] == alone(model, prompts[1], 9)

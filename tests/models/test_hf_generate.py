@@ -276,6 +276,11 @@ def test_a_hook_within_the_model_is_called_at_every_token(device, refused, token
     asked = {"max_new_tokens": 4, "do_sample": False}
     with pytest.raises(NeedsLoopError, match="hooks: expected none") if refused else nullcontext():
         request_of(model, tokens, None, asked, {})
+    (own := build()).forward = torch.compile(model.forward)  # as transformers' documentation proposes: the same
+    request_of(own, tokens, None, asked, {})
+    own.forward = model.forward
+    with pytest.raises(NeedsLoopError, match="hooks: expected none"):
+        request_of(own, tokens, None, asked, {})
 
 
 def test_the_engine_has_the_adapters_of_the_call(tokens):

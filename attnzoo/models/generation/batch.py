@@ -19,6 +19,7 @@ from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.cache import LayerCache
 from attnzoo.layer.inplace import FixedCache
+from attnzoo.layer.modules import untouched
 from attnzoo.models.block import DecoderBlock
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.generation.fused import StackedMaps
@@ -348,7 +349,7 @@ class Batch:
 
 def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache, **first: Any) -> tuple[Tensor, Tensor]:
     """A block's output for ``x + more``, as two summands."""
-    if block._forward_hooks or block._forward_pre_hooks:  # hooks must see the sums
+    if not untouched(block):  # hooks must see the sums
         return block(x + more, cache=cache, **first), torch.zeros_like(x)
     return cast(DecoderBlock, block).apart(x, more, cache=cache, **first)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.forms.caches.device_memory import check_memory, size_of
+from attnzoo.layer.modules import untouched
 from attnzoo.precision import GateAffine, LinearMap
 
 
@@ -82,7 +82,8 @@ def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.M
 def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[list[LinearMap]]:
     """Groups of linear maps that read the same tensor while ``run`` calls the blocks, in the order of their calls.
 
-    Left out are maps of another class (quantised ones), with hooks or sharded weights, and those called twice.
+    Left out are maps of another class (quantised ones), with hooks, a ``forward`` of their own or sharded weights, and
+    those called twice.
     """
     seen: list[tuple[Tensor, list[LinearMap]]] = []
 
@@ -95,7 +96,7 @@ def _of_one_input(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[l
     hooks = []
     for one in {module for block in blocks for module in block.modules()}:
         plain = type(one) in (nn.Linear, GateAffine) and type(one.weight) is nn.Parameter
-        if plain and not one._forward_hooks and not one._forward_pre_hooks:
+        if plain and untouched(one):
             hooks.append(one.register_forward_pre_hook(note))
     try:
         run()
@@ -115,7 +116,8 @@ def _twin(module: nn.Module, parts: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of ``module`` with the same parameters, in which ``parts`` replace submodules."""
     if module in parts:
         return parts[module]
-    twin = copy.copy(module)
+    twin = object.__new__(type(module))  # copy.copy refuses parametrized modules
+    twin.__dict__.update(module.__dict__)
     children = {name: None if child is None else _twin(child, parts) for name, child in module._modules.items()}
     twin._modules = children
     return twin

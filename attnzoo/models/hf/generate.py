@@ -122,12 +122,17 @@ def _check_model(model: Any) -> None:
         raise NeedsLoopError("prepare_inputs_for_generation: expected the model's own (adapters replace it)")
     # a graph records what a hook within the model does once, and calls it no more
     within = [part for part in model.modules() if part is model or model.device.type == "cuda"]
-    if any(hasattr(part, "_hf_hook") for part in model.modules()) or any(
-        part._forward_hooks or part._forward_pre_hooks for part in within
-    ):
+    if any(hasattr(part, "_hf_hook") for part in model.modules()) or any(map(_touched, within)):
         raise NeedsLoopError("hooks: expected none (weights that move between devices, and functions around modules)")
     if torch.is_autocast_enabled(model.device.type):
         raise NeedsLoopError("autocast: expected none")
+
+
+def _touched(part: nn.Module) -> bool:
+    """Whether hooks or a ``forward`` of its own, other than a compiled one, change what a module computes."""
+    own = vars(part).get("forward")
+    compiled = hasattr(own, "_torchdynamo_orig_callable")
+    return bool(part._forward_hooks or part._forward_pre_hooks) or (own is not None and not compiled)
 
 
 def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
