@@ -44,6 +44,15 @@ OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_l
             OF_LAYERS | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "truncate": False}}},
             r"rope_parameters.full_attention.truncate = False is not supported",
         ),
+        (
+            {
+                **SIZES,
+                "model_type": "olmo_hybrid",
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": {"partial_rotary_factor": 0.5},
+            },
+            r"rope_parameters\.partial_rotary_factor = 0\.5 is not supported \(only 1\.0\)",
+        ),
         ({"model_type": "granite"}, "it scales what each layer adds, .*; 'llama' loads"),
         ({"model_type": "gemma3"}, "expected a value of 'hidden_size'"),
         (

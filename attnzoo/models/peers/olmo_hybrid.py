@@ -12,7 +12,7 @@ from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
 from attnzoo.models.peers.layout import TRANSFORMERS, Named, Take, common_sizes, decoder, pattern
 from attnzoo.models.peers.rotary import BEHIND, norm_eps
-from attnzoo.models.peers.scaling import rotation
+from attnzoo.models.peers.scaling import rope_settings, rotation
 from attnzoo.models.peers.settings import Settings
 from attnzoo.models.peers.weights import Weights
 
@@ -37,6 +37,8 @@ def olmo_hybrid(settings: Settings) -> Peer:
     still = "rope_theta" in settings.within("rope_parameters").fields and (
         settings.within("rope_parameters").fields["rope_theta"] is None
     )
+    if not still:
+        rope_settings(settings).only("partial_rotary_factor", 1.0)
     turn = None if still else rotation(settings, K)
     key_heads = settings.get("linear_num_key_heads", H)
     value_heads = settings.get("linear_num_value_heads", H)
