@@ -197,7 +197,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest_of(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """The SHA-256 of a value's JSON, in hexadecimal: what is written with it and changed afterwards is noticed."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
@@ -248,7 +248,7 @@ def remembered_digest(path: Path) -> str:
     try:
         known = parse_json(cache.read_bytes())
         found, seal = known[now[0]]
-        if seal == digest_of([now, found]):
+        if seal == json_digest([now, found]):
             return str(found)
     except KeyError:
         pass
@@ -258,7 +258,7 @@ def remembered_digest(path: Path) -> str:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         there = {name: kept for name, kept in known.items() if os.path.exists(name)}
-        write_whole(cache, json.dumps({**there, now[0]: [found, digest_of([now, found])]}))
+        write_whole(cache, json.dumps({**there, now[0]: [found, json_digest([now, found])]}))
     except (OSError, TypeError):
         logger.info("%s cannot be written: %s will be read again each time", cache, path)
     return found

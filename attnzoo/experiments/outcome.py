@@ -16,7 +16,7 @@ from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments.claims import UNDECIDED, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.experiments.statistics import Array
-from attnzoo.files import digest_of, parse_json, write_whole
+from attnzoo.files import json_digest, parse_json, write_whole
 
 BETTER = 4.0  # standard errors by which an error must be below a guess's to count as learnt
 
@@ -161,7 +161,7 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
     kept = asdict(replace(outcome, runs=(), tried=()))
     for name in ("runs", "tried"):
         kept[name] = [as_json(run) for run in getattr(outcome, name)]
-    text = json.dumps({**kept, "digest": digest_of(kept)}, indent=1)
+    text = json.dumps({**kept, "digest": json_digest(kept)}, indent=1)
     write_whole(path, re.sub(r"\[\s+([^][{}\"\s]+,)\s+([^][{}\"\s,]+)\s+\]", r"[\1 \2]", text) + "\n")  # a pair, a line
 
 
@@ -173,7 +173,7 @@ def load_outcome(path: Path, option: str = "") -> Outcome:
     """
     try:
         kept = parse_json(path.read_text(encoding="utf-8"))
-        if kept.pop("digest") != digest_of(kept):
+        if kept.pop("digest") != json_digest(kept):
             raise ValueError("its content is not what was written")
         runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}
         return Outcome(**{**kept, **runs})

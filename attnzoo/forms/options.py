@@ -15,6 +15,7 @@ from attnzoo.algebra.transitions import Transition
 from attnzoo.algebra.validation import check_dense, check_flag, check_rising, check_scale, check_window
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.precision import wide_dtype
 
 READS_LESS = ("prune", "logit_bound", "cu_seqlens")  # options that a step which reads every key has no use for
 
@@ -240,6 +241,6 @@ def separated(gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | 
     B, T, H, _ = q.shape
     g = gate.per_token(q).log_decay
     if g is None:
-        g = q.new_zeros(B, T, H, dtype=torch.promote_types(q.dtype, torch.float32))
+        g = q.new_zeros(B, T, H, dtype=wide_dtype(q.dtype))
     begins = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[:T]
     return replace(gate, log_decay=g.masked_fill(begins[:, None], -torch.inf))

@@ -26,6 +26,7 @@ from attnzoo.forms.readout import logits_of
 from attnzoo.parallel.collectives import Works, swap
 from attnzoo.parallel.fragments import Fragments
 from attnzoo.parallel.rows import Rows, of_all_fragments
+from attnzoo.precision import wide_dtype
 
 UNSENT = 1 / 16  # the part of eps that keys may weigh that are not sent; the rest is for those that are not computed
 SLACK = 1e-3  # of a logit: more than what lengths and scores of float32 are wrong by
@@ -160,7 +161,7 @@ class _Send(torch.autograd.Function):
         back = [swap(ctx.group, grad, receives, sends, works) for grad in grads[:-1]]
         works.wait()
         for shape, grad in zip(ctx.shapes, back, strict=True):
-            wide = torch.promote_types(grad.dtype, torch.float32)  # a key may have gradients of several ranks
+            wide = wide_dtype(grad.dtype)  # a key may have gradients of several ranks
             total = grad.new_zeros(shape[:3].numel(), shape[3], dtype=wide)
             found.append(total.index_add_(0, places, grad.to(wide)).to(grad.dtype).view(shape))
         return None, None, None, None, None, *found

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.parallel.collectives import gather
 from attnzoo.parallel.fragments import Fragments
+from attnzoo.precision import wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ def separated(gate: Gate, q: Tensor, fragments: Fragments) -> Gate:
     gate = gate.per_token(q)
     g = gate.log_decay
     if g is None:
-        g = q.new_zeros(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        g = q.new_zeros(q.shape[:3], dtype=wide_dtype(q.dtype))
     return replace(gate, log_decay=g.masked_fill(begins.to(q.device)[:, None], -torch.inf))
 
 

@@ -17,6 +17,7 @@ from attnzoo.models import LanguageModel, ModelOutput
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import recomputed
 from attnzoo.models.loss import ALIGNED, IGNORED, divergence, head_loss
+from attnzoo.precision import wide_dtype
 from attnzoo.training.config import TrainConfig, check_context_parallel
 from attnzoo.training.start import config_in, weights_for
 
@@ -112,7 +113,7 @@ def _aligned(
         teacher.hidden(input_ids, **packed)  # type: ignore[arg-type]
     errors = []
     for number, (given, first, aim) in seen.items():
-        layer, wide = student.attentions()[number], torch.promote_types(aim.dtype, torch.float32)
+        layer, wide = student.attentions()[number], wide_dtype(aim.dtype)
         more: dict[str, Any] = {**packed, **({} if layer.value_residual is None else {"first": first})}
         out = recomputed(layer, given, **more) if student.recompute else layer(given, **more)
         size = aim.to(wide).square().sum(-1).clamp(min=torch.finfo(wide).tiny)

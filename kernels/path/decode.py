@@ -18,6 +18,7 @@ from attnzoo.kernels.common.call_checks import kernels_unavailable
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 from attnzoo.kernels.path.operands import PathStep
+from attnzoo.precision import wide_dtype
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
@@ -227,7 +228,7 @@ def carry_keys(
 
 def _carry_keys(k: Tensor, w: Tensor, beta: Tensor, log_diag: Tensor | None) -> Tensor:
     T, G, K = k.shape[1:]
-    dtype = torch.promote_types(k.dtype, torch.float32)
+    dtype = wide_dtype(k.dtype)
     after = torch.eye(K, dtype=dtype, device=k.device).expand(k.shape[0], G, 1, K, K)  # transposed product to the right
     slabs = []
     for start in reversed(range(0, T, SLAB)):

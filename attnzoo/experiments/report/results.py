@@ -20,7 +20,7 @@ import numpy as np
 
 from attnzoo.errors import did_you_mean_path
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
-from attnzoo.files import digest, digest_of, parse_json, write_whole
+from attnzoo.files import digest, json_digest, parse_json, write_whole
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -145,7 +145,7 @@ def save_result(result: RunResult, run_dir: Path) -> None:
     np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
     write_whole(run_dir / ARRAYS_NAME, packed.getvalue())
     saved = {"facts": asdict(result.facts), "gates": gates, "arrays": hashlib.sha256(packed.getvalue()).hexdigest()}
-    write_whole(run_dir / JSON_NAME, json.dumps({**saved, "digest": digest_of(saved)}, indent=1) + "\n")
+    write_whole(run_dir / JSON_NAME, json.dumps({**saved, "digest": json_digest(saved)}, indent=1) + "\n")
 
 
 def load_result(run_dir: Path) -> RunResult:
@@ -159,7 +159,7 @@ def load_result(run_dir: Path) -> RunResult:
         raise FileNotFoundError(f"{run_dir}: no {JSON_NAME} in it, so it is no finished run of a comparison")
     try:
         saved = parse_json((run_dir / JSON_NAME).read_text(encoding="utf-8"))
-        if "digest" in saved and saved.pop("digest") != digest_of(saved):
+        if "digest" in saved and saved.pop("digest") != json_digest(saved):
             raise ValueError("its content is not what was written")
         if "arrays" in saved and saved["arrays"] != digest(run_dir / ARRAYS_NAME):
             raise ValueError(f"{ARRAYS_NAME} is not what was written with it")

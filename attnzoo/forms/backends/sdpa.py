@@ -36,6 +36,7 @@ from attnzoo.forms.packing import in_rows
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import Band
 from attnzoo.kernels.common.untraced import constant_in_traces
+from attnzoo.precision import wide_dtype
 
 CHANNELS = 3  # of 8 digits each: as many digits as float32 has
 PARTS = frozenset({"log_decay", "angle"})  # with others, later tokens change the keys
@@ -52,7 +53,7 @@ def logit_error(span: float, dtype: torch.dtype, channels: int = CHANNELS) -> fl
     The sums are centred, so none is larger than half the span. The channels round it once; the kernel up to four times,
     in the product with q, the change of base and the difference from the maximum.
     """
-    rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    rounding = torch.finfo(wide_dtype(dtype)).eps / 2
     split = (torch.finfo(DIGITS.get(dtype, torch.bfloat16)).eps / 2) ** channels
     return span / 2 * (split + 4 * rounding)
 

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.forms.caches.pages.page_table import PAGE
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which keys of the open group are carried."""
-    return torch.promote_types(dtype, torch.float32)
+from attnzoo.precision import wide_dtype
 
 
 def open_group(
@@ -18,8 +14,8 @@ def open_group(
 ) -> dict[str, Tensor]:  # fmt: skip
     """The fields of a :class:`CarriedPool` in which no group of ``group`` pages has begun."""
     return {
-        "open_keys": torch.zeros(B, G, group * PAGE, K, dtype=wide(dtype), device=device),
-        "open_factor": torch.eye(K, dtype=wide(dtype), device=device).repeat(B, G, 1, 1),
+        "open_keys": torch.zeros(B, G, group * PAGE, K, dtype=wide_dtype(dtype), device=device),
+        "open_factor": torch.eye(K, dtype=wide_dtype(dtype), device=device).repeat(B, G, 1, 1),
         "base": torch.zeros(B, dtype=torch.int32, device=device),
     }
 

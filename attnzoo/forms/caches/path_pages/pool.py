@@ -27,13 +27,14 @@ from attnzoo.forms.caches.pages.page_table import CHUNK, Pages, PoolSizes, resiz
 from attnzoo.forms.caches.pages.pool import PAGE, ROWS, KeyPool, longest, pool_of
 from attnzoo.forms.caches.pages.present_tokens import ordered
 from attnzoo.forms.caches.path_pages.attention import attend_carried
-from attnzoo.forms.caches.path_pages.factors import eye_like, later_factors, open_group, wide
+from attnzoo.forms.caches.path_pages.factors import eye_like, later_factors, open_group
 from attnzoo.forms.caches.path_pages.tokens import Factors, Recent, last_tokens, path_tokens
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups
+from attnzoo.precision import wide_dtype
 
 GROUP = 8  # pages
 
@@ -133,7 +134,7 @@ class CarriedPool(KeyPool):
         if keys is None:
             pages, group = cast(CarriedPool, pool).latest(), cast(CarriedPool, pool).group
         else:
-            padded = torch.nn.functional.pad(keys.to(wide(dtype)), (0, 0, 0, 0, 0, n * PAGE - S))
+            padded = torch.nn.functional.pad(keys.to(wide_dtype(dtype)), (0, 0, 0, 0, 0, n * PAGE - S))
             pages = padded.transpose(0, 1).unflatten(1, (n, PAGE))  # [G, n, PAGE, K]
         there = torch.arange(n * PAGE, device=pages.device).view(n, PAGE, 1) < S
         pages = pages.masked_fill(~(there & live[..., None, None]), 0.0)
