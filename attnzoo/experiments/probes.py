@@ -15,7 +15,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.data.windows import Joined, Tokens
-from attnzoo.evaluation import Array, gate_maps, token_losses
+from attnzoo.evaluation import Array, GateMap, gate_maps, token_losses
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
@@ -74,6 +74,17 @@ class Probed:
         """
         with self.precision():
             return token_losses(self.model, windows)
+
+    def wrong(self, rows: Examples) -> float:
+        """The share of wrong answers to as many rows as a probe asks, in the precision of the training."""
+        with self.precision():
+            return measure_answers(self.model, rows, self.rows).error
+
+    def maps(self, factor: float, block: int) -> list[GateMap]:
+        """The gates of a window of `factor` training contexts, and the blocks of `block` tokens that pruning keeps, in
+        the precision of the training."""
+        with self.precision():
+            return gate_maps(self.model, self.windows(factor)[0, :-1], block=block)
 
     def precision(self) -> torch.autocast:
         """A context in which the model computes in the precision of its training."""
@@ -284,10 +295,10 @@ class AddedByLength:
 
     def measure(self, subject: Probed) -> dict[float, float]:
         windows, T = subject.windows(self.factor), subject.config.data.context_length
-        far, found = token_losses(subject.model, windows), {}
+        far, found = subject.losses(windows), {}
         for at in self.at:
             end = round(at * T)
-            near = token_losses(subject.model, windows[:, end - T : end + 1])
+            near = subject.losses(windows[:, end - T : end + 1])
             found[at] = float((far[:, end - T : end] - near)[:, T * 3 // 4 :].mean())
         return found
 
@@ -317,7 +328,7 @@ class KeptBlocks(ByLength):
     def measure(self, subject: Probed) -> dict[float, float]:
         found = {}
         for length in self.lengths:
-            maps = gate_maps(subject.model, subject.windows(length)[0, :-1], block=self.block)
+            maps = subject.maps(length, self.block)
             shares = [float(gate.prune["tail"].kept.mean()) for gate in maps if "tail" in gate.prune]
             if shares:
                 found[length] = statistics.fmean(shares)
@@ -365,7 +376,7 @@ class Speed:
 
 def wrong_share(subject: Probed, options: Mapping[str, Any], length: float) -> float:
     """The share of wrong answers to a task with these options, on rows of ``length`` training contexts."""
-    return measure_answers(subject.model, examples_of(subject.config, options, length), subject.rows).error
+    return subject.wrong(examples_of(subject.config, options, length))
 
 
 def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) -> Examples:

@@ -14,8 +14,8 @@ import torch
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.data.tasks import Examples
-from attnzoo.evaluation import gate_maps, measure_pruning, pruning, token_losses
-from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
+from attnzoo.evaluation import measure_pruning, pruning, token_losses
+from attnzoo.evaluation.answers import Guess, measure_guess
 from attnzoo.evaluation.needle import text_needle
 from attnzoo.evaluation.pruning import share_kept, window_seconds
 from attnzoo.experiments.probes import ROWS_SEED, ByLength, Probed, of_pruning, text_losses
@@ -94,7 +94,7 @@ class KeptByHead:
 
     @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        maps = gate_maps(subject.model, subject.windows(1.0)[0, :-1], block=self.block)
+        maps = subject.maps(1.0, self.block)
         heads = np.concatenate([gate.prune["tail"].kept for gate in maps if "tail" in gate.prune])
         return dict(zip(self.at, np.histogram(heads, (0.0, *self.at))[0] / len(heads), strict=True))
 
@@ -129,8 +129,7 @@ class Needle:
         return {depth: Examples(needle(depth), tokens, ROWS_SEED, held_out=True) for depth in self.at}
 
     def measure(self, subject: Probed) -> dict[float, float]:
-        rows = self.asked(subject)
-        return {depth: measure_answers(subject.model, rows[depth], subject.rows).error for depth in rows}
+        return {depth: subject.wrong(rows) for depth, rows in self.asked(subject).items()}
 
     def guess(self, subject: Probed) -> dict[float, Guess]:
         return {depth: measure_guess(rows, subject.rows) for depth, rows in self.asked(subject).items()}
@@ -153,7 +152,8 @@ class KeptByDepth:
 
     @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
-        kept = 1 - np.array(measure_pruning(subject.model, subject.windows(1.0)[0, :-1]).heads).mean(1)
+        with subject.precision():
+            kept = 1 - np.array(measure_pruning(subject.model, subject.windows(1.0)[0, :-1]).heads).mean(1)
         ends = [(math.floor((end - 0.25) * kept.size), math.ceil(end * kept.size)) for end in self.at]
         return {at: float(kept[first:last].mean()) for at, (first, last) in zip(self.at, ends, strict=True)}
 
@@ -188,8 +188,8 @@ class ByEps:
             "seconds": lambda prune: 1e3 * window_seconds(model, windows[:batch, :-1]),
         }
         found = []
-        # Times are of the training's precision; what 16 bits round may be more than a change of the loss.
-        with subject.precision() if self.of == "seconds" else nullcontext():
+        # In the training's precision, but for a change of the loss: what 16 bits round may be more than that.
+        with nullcontext() if self.of == "change" else subject.precision():
             for prune in (None, *map(Prune, self.at)):
                 with pruning(model, prune):
                     found.append(measures[self.of](prune))

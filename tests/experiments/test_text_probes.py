@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from attnzoo.data import Data
-from attnzoo.experiments.probes import KeptBlocks, Loss, LossByPlace, Probe, Probed, PrunedLoss
+from attnzoo.experiments.forgetting_probes import WrongWithin
+from attnzoo.experiments.probes import (
+    AddedByLength,
+    KeptBlocks,
+    Loss,
+    LossByPlace,
+    Probe,
+    Probed,
+    PrunedLoss,
+    Wrong,
+)
 from attnzoo.experiments.text_probes import ByEps, KeptByDepth, KeptByHead, LossByStretch, Needle, ReadAgain
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -145,13 +155,17 @@ def test_needle_is_found_by_a_model_that_copies_what_followed_the_question(monke
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("none", torch.float32)])
-def test_losses_are_read_in_the_precision_of_the_training(precision, dtype):
+def test_models_are_measured_in_the_precision_of_the_training(precision, dtype, monkeypatch):
+    reads = SimpleNamespace(encode=lambda text: [letter % 16 for letter in text.encode()])
+    monkeypatch.setattr("attnzoo.experiments.text_probes.load_trained", lambda folder: reads)
     model, used = LanguageModel(replace(PLAIN, attention="fox")).eval(), []
     [hooked, *_] = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     hooked.register_forward_hook(lambda layer, given, out: used.append(out.dtype))
     of = subject(model)
     of = replace(of, config=replace(of.config, mixed_precision=precision))
-    for probe in (Loss(), LossByStretch(), LossByPlace(factor=2), ReadAgain()):
+    probes = Loss(), LossByStretch(), LossByPlace(factor=2), AddedByLength(factor=2), ReadAgain(), Needle(at=(0.5,))
+    pruning = KeptBlocks(lengths=(1.0,)), KeptByHead(), KeptByDepth(), ByEps("x", "kept"), ByEps("x", "seconds")
+    for probe in (*probes, *pruning):
         used.clear()
         probe.measure(of)
         assert {*used} == {dtype}, probe.name
@@ -159,6 +173,11 @@ def test_losses_are_read_in_the_precision_of_the_training(precision, dtype):
         used.clear()
         probe.measure(of)
         assert {*used} == {torch.float32}, probe.name
-    used.clear()
-    ByEps("x", "seconds", (0.1,)).measure(of)
-    assert {*used} == {dtype}
+    task = load_config({"data": {"source": "task:parity", "context_length": 64}, "mixed_precision": precision}, ())
+    of = replace(of, config=task, model=LanguageModel(replace(PLAIN, attention="fox", vocab_size=16)).eval())
+    [hooked, *_] = [layer for layer in of.model.modules() if isinstance(layer, nn.Linear)]
+    hooked.register_forward_hook(lambda layer, given, out: used.append(out.dtype))
+    for probe in (Wrong("x"), WrongWithin("x", "window")):
+        used.clear()
+        probe.measure(of)
+        assert {*used} == {dtype}, probe.name
