@@ -334,7 +334,7 @@ def run_file(path: Path, called: str) -> ModuleType:
     _being_run.append(digest)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's own end would be that of the command
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

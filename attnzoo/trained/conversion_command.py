@@ -38,12 +38,16 @@ def convert(
     overrides a setting of all three, as data.source=tokens; model.attention_options.KEY=VALUE is an option of the new
     layers.
     """
+    from yaml import YAMLError
+
     from attnzoo.settings import read_yaml
     from attnzoo.trained.conversion import phases, write_phases
 
-    found = phases(
-        source, out, read_yaml(target), overrides, context=context, tokens=tokens, rotation=not drop_rotation
-    )
+    try:
+        layers = read_yaml(target)
+    except (YAMLError, RecursionError) as error:
+        raise ValueError(f"--to: expected a variant, or a list such as '[mamba2, same]', got {target!r}") from error
+    found = phases(source, out, layers, overrides, context=context, tokens=tokens, rotation=not drop_rotation)
     said = write_phases(source, out, found)
     first = 0
     for layer, group in groupby(next(iter(found.values())).model.layers()):

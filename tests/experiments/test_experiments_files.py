@@ -21,10 +21,11 @@ from attnzoo.experiments.run import run_experiment
     [
         ("\nx = = 1", r"mine\.py, line 2: SyntaxError: invalid syntax"),
         ("from attnzoo import nothing", r"mine\.py, line 1: ImportError: cannot import name 'nothing'"),
+        ("def main(): return 0\n\nraise SystemExit(main())", r"mine\.py, line 3: SystemExit: 0"),
         ("Experiment = dict\n\nEXPERIMENT = Experiment(1)", r"mine\.py, line 3: TypeError: 'int' object"),
         ("import math\nEXPERIMENT = math.sqrt(-1)", r"mine\.py, line 2: math domain error"),
     ],
-    ids=["syntax", "import", "type", "value"],
+    ids=["syntax", "import", "end", "type", "value"],
 )
 def test_file_that_fails_is_named_with_its_line(text, message, tmp_path):
     path = tmp_path / "mine.py"

@@ -205,4 +205,6 @@ def test_what_cannot_be_converted_is_named(folder, run, tmp_path):
     data = f"data.source={folder / 'text.txt'}"
     refused = invoke("convert", told, "--to", "fox", "--out", tmp_path / "x", data, code=2)
     assert re.search("is read byte by byte, and '.*told' has a tokenizer of its own", refused)
+    broken = invoke("convert", run, "--to", "[fox", "--out", tmp_path / "x", code=2)
+    assert broken == "--to: expected a variant, or a list such as '[mamba2, same]', got '[fox'"
     assert not (tmp_path / "x").exists()
