@@ -52,7 +52,7 @@ class NoticedStarts(PreciseModule):
         _coming.pop(self, None)  # another thread may have been here
         expected, self._starts = self._starts or {}, None
         moved = [
-            name for name, rms in expected.items()
+            name for name, rms in expected.items() if name in found  # not of modules that were exchanged since
             if math.isnan(rms) or not (rms / 2 <= found[name] <= 2 * rms or math.isnan(found[name]))
         ]  # fmt: skip
         if moved:

@@ -322,6 +322,27 @@ def test_a_layer_that_begins_as_it_was_made_or_was_loaded_says_nothing():
         assert said(layer) == [], name
 
 
+def test_modules_that_were_exchanged_or_wrapped_since_are_not_asked_about():
+    """As PEFT wraps those of `modules_to_save`."""
+    layer = build_attention("fox", **SIZES, block="pro")
+    layer.output_norm, gate = nn.Identity(), layer.gate
+    nn.utils.parametrizations.weight_norm(layer.k_shift.proj)
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trained = copy.deepcopy(gate)
+
+        def forward(self, *given):
+            return self.trained(*given)
+
+    layer.gate = Wrapped()
+    with torch.no_grad():
+        layer.q_norm.weight.mul_(9)
+    (line,) = said(layer)
+    assert line.startswith("q_norm.weight: expected the layer's own start")
+
+
 def test_what_was_made_on_the_meta_device_and_never_initialised_is_named():
     with torch.device("meta"):
         layer = build_attention("fox", **SIZES, block="pro")
