@@ -245,10 +245,10 @@ def _jobs_at_a_time(memory: int | None, operations: int, gpus: int = 1) -> int:
 def _tasks(
     plan: Schedule, experiment: Experiment, arms: Sequence[Arm]
 ) -> tuple[dict[str, Callable[[], Trained]], dict[str, list[str]]]:
-    """The runs as tasks by label, and for each the labels of the tasks that must come before it.
+    """The runs as tasks by label, and for each the labels of the tasks that must come before it, which stand before it.
 
-    Those are the tries of its arm's learning rates, and the run that it starts from. Tries come first, then the seeds
-    of all arms in turns.
+    Those are the tries of its arm's learning rates, and the run that it starts from. Else tries come first, then the
+    seeds of all arms in turns.
     """
     tasks: dict[str, Callable[[], Trained]] = {}
     after: dict[str, list[str]] = {}
@@ -272,7 +272,16 @@ def _tasks(
     for seed in range(plan.seeds):
         for arm in arms:
             add(_seeded(arm.name, seed), partial(run_seed, plan, arm.name, seed), arm, seed)
-    return tasks, after
+    ordered: dict[str, Callable[[], Trained]] = {}
+
+    def put(label: str) -> None:
+        for before in after[label]:
+            put(before)
+        ordered.setdefault(label, tasks[label])
+
+    for label in tasks:
+        put(label)
+    return ordered, after
 
 
 def _seeded(name: str, seed: int) -> str:

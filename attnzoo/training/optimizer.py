@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,12 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig):
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"optimizer.name: muon needs torch 2.9 or newer, got {torch.__version__}")
-        of_matrices, others = ([group for group in groups if group["muon"] is kind] for kind in (True, False))
-        self.parts = {
-            True: torch.optim.Muon(of_matrices, lr=config.lr, momentum=config.beta1, adjust_lr_fn="match_rms_adamw"),
-            False: torch.optim.AdamW(others, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps),
+        make: dict[bool, Callable[..., torch.optim.Optimizer]] = {
+            True: partial(torch.optim.Muon, lr=config.lr, momentum=config.beta1, adjust_lr_fn="match_rms_adamw"),
+            False: partial(torch.optim.AdamW, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps),
         }
+        cut = {kind: [group for group in groups if group["muon"] is kind] for kind in make}
+        self.parts = {kind: make[kind](own) for kind, own in cut.items() if own}  # perhaps only gates are trained
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
     @torch.no_grad()

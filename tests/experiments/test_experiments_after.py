@@ -66,6 +66,15 @@ def test_single_arm_comes_with_those_that_it_starts_from(chained):
         assert [arm.name for arm in running._with_those_before(experiment, only)] == expected
 
 
+def test_rates_of_an_arm_after_another_are_tried_when_that_one_is_trained(chained):
+    Path(chained).write_text(Path(chained).read_text().replace("lrs=(1e-12,)", "lrs=(1e-12, 2e-12)"))
+    experiment, plan = find(chained), Schedule(chained, "cpu", Path("out"), 2, device="cpu")
+    tasks, after = running._tasks(plan, experiment, experiment.arms)
+    labels = list(tasks)  # one process takes them in this order
+    assert after["on, learning rate 2e-12"] == ["none, one head, seed 0"]
+    assert all(labels.index(before) < labels.index(label) for label in labels for before in after[label])
+
+
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Schedule(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))

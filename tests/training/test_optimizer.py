@@ -41,6 +41,20 @@ def test_a_matrix_moves_by_the_size_of_an_update_of_adamw():
             assert 0.7 < step / (0.2 * config.lr) < 1.3, name
 
 
+@pytest.mark.parametrize("alone", ["forget_proj", "q_proj"])
+def test_what_is_trained_may_be_of_one_kind_alone(alone):
+    """As forget networks are beside frozen weights: none of their parameters is a matrix of Muon's."""
+    model = LanguageModel(ModelConfig(attention="fox", **SMALL))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{alone}." in name)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    model(torch.randint(64, (4, 64))).logits.square().mean().backward()
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 def test_a_stopped_run_with_muon_goes_on_to_the_same_bits(tmp_path):
     def config_of(run):
         text = tmp_path / "text.txt"
