@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.parts import PARTS
 from attnzoo.algebra.readout import Readout, Scores
 from attnzoo.algebra.transitions import HeadGate
+
+
+def _features(x: Tensor) -> Tensor:
+    """``elu(x) + 1``, which is not rounded to 0 where elu is near -1."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 class Normalised(Readout):
@@ -33,7 +37,7 @@ class Normalised(Readout):
         return f"{turning[0]} can make scores negative, and their sum 0" if turning else ""
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return F.elu(q) + 1, F.elu(k) + 1
+        return _features(q), _features(k)
 
     def weights(self, scores: Scores) -> Tensor:
         shares = scores.s * scores.d.exp()

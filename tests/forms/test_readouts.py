@@ -97,6 +97,13 @@ def test_normalised_linear_attention_is_that_of_the_fox_paper(definition: Callab
                   definition)  # fmt: skip
 
 
+def test_features_that_are_almost_zero_still_share_out_a_row() -> None:
+    q, v = torch.full((1, 6, 2, 4), -40.0), torch.randn(1, 6, 2, 3)
+    mean = v.cumsum(1) / torch.arange(1, 7)[:, None, None]
+    for form in get("normalised_linear_attention").forms.values():
+        torch.testing.assert_close(form(q, q, v, Gate(log_decay=torch.zeros(1, 6, 2))), mean)
+
+
 def test_fox_follows_with_an_exponential_for_the_product_of_features() -> None:
     q, k, v, gate = random_inputs("fox", H=2, G=2)
     s, d = oracle.scores(q, k, gate)
