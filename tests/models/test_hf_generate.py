@@ -276,6 +276,8 @@ def test_a_hook_within_the_model_is_called_at_every_token(device, refused, token
     asked = {"max_new_tokens": 4, "do_sample": False}
     with pytest.raises(NeedsLoopError, match="hooks: expected none") if refused else nullcontext():
         request_of(model, tokens, None, asked, {})
+    (adapted := build()).enable_input_require_grads()  # as for adapters with gradient checkpointing
+    request_of(adapted, tokens, None, asked, {})
     (own := build()).forward = torch.compile(model.forward)  # as transformers' documentation proposes: the same
     request_of(own, tokens, None, asked, {})
     own.forward = model.forward

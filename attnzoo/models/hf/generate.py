@@ -19,6 +19,7 @@ from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.proposals import Draft, ModelDraft, from_model, look_up
 from attnzoo.models.modes import evaluating
 
+GRADIENTS = "make_inputs_require_grad"  # hooks of transformers and PEFT, which change no output
 LEAST = 64  # new tokens from which on recording a CUDA graph pays
 TAKEN = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
@@ -130,9 +131,10 @@ def _check_model(model: Any) -> None:
 
 def _touched(part: nn.Module) -> bool:
     """Whether hooks or a ``forward`` of its own, other than a compiled one, change what a module computes."""
-    own = vars(part).get("forward")
+    own, hooks = vars(part).get("forward"), (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     compiled = hasattr(own, "_torchdynamo_orig_callable")
-    return bool(part._forward_hooks or part._forward_pre_hooks) or (own is not None and not compiled)
+    changed = any(not getattr(hook, "__name__", "").startswith(GRADIENTS) for hook in hooks)
+    return changed or (own is not None and not compiled)
 
 
 def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
