@@ -47,7 +47,7 @@ def read_yaml(text: str, schema: Any = None) -> Any:
 
 def write_yaml(value: Any) -> str:
     """A YAML text from which :func:`read_yaml` and readers of YAML 1.1 read an equal value."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     return str(yaml.dump(value, Dumper=_classes()[1], default_flow_style=False, allow_unicode=True, sort_keys=False))
 

@@ -229,7 +229,7 @@ def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
         ValueError: a text of another form, a value that is no YAML or a number that YAML reads otherwise than it
             looks, or a key that is given twice.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from omegaconf.errors import OmegaConfBaseException
 
     from attnzoo.settings import check_once, read_settings

@@ -38,7 +38,7 @@ def convert(
     overrides a setting of all three, as data.source=tokens; model.attention_options.KEY=VALUE is an option of the new
     layers.
     """
-    from yaml import YAMLError  # type: ignore[import-untyped]
+    from yaml import YAMLError
 
     from attnzoo.settings import read_yaml
     from attnzoo.trained.conversion import phases, write_phases

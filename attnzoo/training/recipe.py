@@ -62,7 +62,7 @@ def load_config(
         ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit or is missing
             (`???`), or YAML that cannot be read or is empty.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

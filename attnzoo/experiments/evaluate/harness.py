@@ -295,7 +295,7 @@ def _of_columns(
 
 def _definition(path: Path) -> dict[str, Any]:
     """The definition of a task in a file, with absolute paths of its data and its functions as such."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     if not path.is_file():
         raise FileNotFoundError(f"task: there is no file {str(path)!r}")
