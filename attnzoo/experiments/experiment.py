@@ -335,7 +335,8 @@ def cost_of(experiment: Experiment, name: str) -> str:
     """A description of the settings, learning rates and measurements of a size."""
     size = find_size(experiment, name)
     kinds = {getattr(probe, "task", None) for probe in experiment.probes}
-    words = f"{' '.join((*experiment.settings, *size.settings))}; "
+    settings = {setting.partition("=")[0]: setting for setting in (*experiment.settings, *size.settings)}
+    words = f"{' '.join(settings.values())}; "
     words += f"learning rates {', '.join(map(rate_in_words, size.lrs))}"
     words += (
         f", and further ones until the best lies between two, tried with {' '.join(size.tries)}" if size.tries else ""

@@ -71,10 +71,11 @@ EXPERIMENT = Experiment(
     title="Every pair, on real text",
     question=(
         "Does what helps a recurrence help its dual? Nine pairs in equal layers (QK-norm, shift of keys and values, "
-        "output norm and gate), at four sizes and about 20 tokens a weight, on the Python sources of packages with a "
-        "tokenizer of their own, in a context of 4096 tokens; the learning rate of each is searched at the smallest "
-        "size. Gates are those of the papers and begin as there; scalar ones also begin open, with one gate on both "
-        "sides. A gain is the loss that a part takes from the model with neither gate nor transition on the same side."
+        "output norm and gate), on about 20 tokens a weight of the Python sources of packages, with a tokenizer of "
+        "their own, in a context of 4096 tokens; learning rates are searched at `gpu-1m` and `gpu`. Size `cpu` reads "
+        "the standard library instead, byte by byte, in a context of 128. Gates are those of the papers and begin as "
+        "there; scalar ones also begin open, with one gate on both sides. A gain is the loss that a part takes from "
+        "the model with neither gate nor transition on the same side."
     ),
     arms=(
         *arms_of(*BASES),

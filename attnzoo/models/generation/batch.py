@@ -349,7 +349,7 @@ class Batch:
 
 def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache, **first: Any) -> tuple[Tensor, Tensor]:
     """A block's output for ``x + more``, as two summands."""
-    if not untouched(block):  # hooks must see the sums
+    if not untouched(block):  # what was put around or into a block gets the sum
         return block(x + more, cache=cache, **first), torch.zeros_like(x)
     return cast(DecoderBlock, block).apart(x, more, cache=cache, **first)
 
