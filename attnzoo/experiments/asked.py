@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from attnzoo import registry
 from attnzoo.errors import unknown

@@ -18,12 +18,13 @@ from attnzoo.data.config import DataConfig
 from attnzoo.errors import unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, rate_in_words
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, best_rate, from_json
-from attnzoo.experiments.plan import Schedule, own_digest
+from attnzoo.experiments.plan import Schedule
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import parse_json, write_whole
 from attnzoo.training import newest_checkpoint
 from attnzoo.training.checkpoint import identity
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.digests import digest_of_own
 from attnzoo.training.recipe import load_config, to_yaml
 
 MEASURED = "measured.json"
@@ -177,7 +178,7 @@ def _key(config: TrainConfig, experiment: Experiment, size: Size, arm: Arm) -> s
     start, teacher = arm.after or config.start_from, arm.teacher or config.teacher
     config = replace(config, output_dir="-", start_from=start, teacher=teacher)
     text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
-    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0)))) + own_digest(config.model.attention)
+    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0)))) + digest_of_own(config.model.attention)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,12 +11,12 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from attnzoo import registry
 from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least
 from attnzoo.experiments.experiment import Arm, Experiment, find_size, rate_in_words
 from attnzoo.settings import names_key, read_settings
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.digests import digest_of_own
 from attnzoo.training.recipe import load_config
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
@@ -103,7 +102,7 @@ class Schedule:
         return config
 
     def _folder(self, arm: Arm, lr: float, seed: int) -> str:
-        own = own_digest(arm.variant_at(self.size))[:8]
+        own = digest_of_own(arm.variant_at(self.size))[:8]
         return str(self.out / "-".join(filter(None, (folder_of(arm), own))) / f"lr{rate_in_words(lr)}-seed{seed}")
 
 
@@ -134,14 +133,6 @@ def folder_of(arm: Arm) -> str:
     if not key:
         raise ValueError(f"arm {arm.name!r}: expected a letter or digit in its name")
     return key
-
-
-def own_digest(attention: Any) -> str:
-    """A digest of the Python files that registered the variants among `model.attention`; empty where none did."""
-    entries = attention if isinstance(attention, list | tuple) else [attention]
-    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
-    found = sorted({registry.digest_of(name) for name in names if isinstance(name, str)} - {""})
-    return hashlib.sha256("".join(found).encode()).hexdigest() if found else ""
 
 
 def device_of(size: str) -> str:

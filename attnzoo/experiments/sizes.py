@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
+import yaml
 from matplotlib.figure import Figure
 from rich.table import Table
 

@@ -44,6 +44,7 @@ class Progress:
     data_fingerprint: str = ""
     metrics: str = ""  # digest of the rows so far
     teacher: str = ""  # digest of its weights
+    own: str = ""  # digest of the files of variants of one's own, as the run began
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:

@@ -1,10 +1,12 @@
-"""Digests of a checkpoint's files, by which damage is found before a run continues from it."""
+"""Digests of a checkpoint's files, by which damage is found before a run continues from it, and of a variant's file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from attnzoo.files import digest, parse_json, write_whole
 
@@ -12,6 +14,16 @@ FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
 PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded checkpoint
 MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # the files that determine a model and its description
+
+
+def digest_of_own(attention: Any) -> str:
+    """A digest of the Python files that registered the variants among `model.attention`; empty where none did."""
+    from attnzoo.registry import digest_of
+
+    entries = attention if isinstance(attention, list | tuple) else [attention]
+    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    found = sorted({digest_of(name) for name in names if isinstance(name, str)} - {""})
+    return hashlib.sha256("".join(found).encode()).hexdigest() if found else ""
 
 
 def write_digests(checkpoint: Path) -> None:

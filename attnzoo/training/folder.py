@@ -24,7 +24,7 @@ from attnzoo.training.checkpoint import (
     usable_checkpoint,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, read_digests
+from attnzoo.training.digests import MODEL, digest_of_own, read_digests
 from attnzoo.training.forgetting import networks, set_phase
 from attnzoo.training.recipe import config_differences, load_config, to_yaml
 from attnzoo.training.sharding import read_weights
@@ -167,6 +167,8 @@ def read_config(run_dir: Path) -> TrainConfig:
 def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
     """The configuration of a run, when it is the one that its checkpoint was trained with.
 
+    A line of the log says where the Python file of a variant of one's own is another than the run began with.
+
     Raises:
         CheckpointError: it is not, or cannot be read.
     """
@@ -174,6 +176,9 @@ def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
     if (checkpoint / "config.yaml").is_file():  # earlier versions wrote none
         what = f"{run_dir / 'config.yaml'} is not what {checkpoint.name} was trained with"
         _check_same(what, read_config(checkpoint), config, step_of(checkpoint))
+    began = read_progress(checkpoint).own
+    if began and began != digest_of_own(config.model.attention):
+        logger.warning("%s: the Python file of %s has changed since this run began", run_dir, config.model.attention)
     return config
 
 

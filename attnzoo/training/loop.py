@@ -29,6 +29,7 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.context import Sharing
+from attnzoo.training.digests import digest_of_own
 from attnzoo.training.folder import (
     check_config_file,
     check_resumable,
@@ -117,7 +118,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             model.chunk_loss = torch.compile(model.chunk_loss)
         sharing = Sharing.of(config, accelerator, model)
         state = prepare(model, accelerator, config)
-        progress = Progress(data_fingerprint=data.fingerprint, teacher=fingerprint(teacher))
+        own = digest_of_own(config.model.attention)
+        progress = Progress(data_fingerprint=data.fingerprint, teacher=fingerprint(teacher), own=own)
         if checkpoint is not None:
             before = read_progress(checkpoint)
             check_same_teacher(run_dir, config, before.teacher, progress.teacher)

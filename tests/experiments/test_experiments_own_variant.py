@@ -14,6 +14,7 @@ from attnzoo import registry
 from attnzoo.cli import app
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import load_outcome
+from attnzoo.training import load_run
 
 PAIR = """
 from attnzoo import Gate, Pair, register
@@ -53,6 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     if "steady_linear" in registry.list_variants():
         registry.unregister(registry.get("steady_linear").pair)
+    registry._files.clear()
 
 
 def run(*words: str) -> str:
@@ -119,3 +121,18 @@ def test_ordering_about_a_file_that_cannot_be_asked_says_why(claim: str, message
     Path("pair.py").write_text(PAIR)
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(app, ["experiment", "show", "pairs", "--claim", claim], catch_exceptions=False)
+
+
+def test_a_run_says_where_the_file_of_its_variant_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    """Gone on with or looked at; not a word where the file is as it was."""
+    of = ("data.source=text.txt", "data.context_length=8", "model.attention=steady_softmax", "output_dir=out", *TINY)
+    Path("pair.py").write_text(PAIR)
+    run("--with", "pair.py", "train", "tiny", *of)
+    for text, said in ((PAIR, 0), (PAIR.replace("-0.5", "-5.0"), 1)):
+        Path("pair.py").write_text(text)
+        forget()
+        caplog.clear()
+        run("--with", "pair.py", "train", "tiny", *of)
+        load_run("out")
+        lines = [line for line in caplog.messages if "Python file of steady_softmax has changed since" in line]
+        assert (len(lines) > 0) == said
