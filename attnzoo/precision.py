@@ -21,7 +21,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     """x in at least float32."""
-    return x.to(wide_dtype(x.dtype))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()  # written out: a call less at each use
 
 
 class PreciseModule(nn.Module):
