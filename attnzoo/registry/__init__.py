@@ -87,7 +87,7 @@ def unregister_readout(name: str) -> None:
     """
     if name not in _others:
         raise unknown("variant", name, _others)
-    del _others[name]
+    del _others[name], _digests[name]
     _get.cache_clear()
 
 
@@ -146,7 +146,7 @@ def unregister(pair: Pair) -> None:
         if _pairs[name] != pair:
             raise ValueError(f"pair: expected the one that is registered as {name!r}, got another of that name")
     for name in (pair.linear, pair.softmax):
-        del _pairs[name]
+        del _pairs[name], _digests[name]
     _get.cache_clear()
 
 
