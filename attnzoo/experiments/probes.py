@@ -125,7 +125,7 @@ class _Asking:
 
     def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
         """Place -> the task's options and the length of its rows in training contexts."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.asked: expected every probe of answers to define it")
 
     def check(self, config: TrainConfig) -> None:
         known = build_task(config.data.task, config.data.task_options).words if config.data.task else ()

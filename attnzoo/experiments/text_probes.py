@@ -4,7 +4,6 @@ pruning keeps of it by head, depth and eps."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -182,16 +181,17 @@ class ByEps:
     @of_pruning
     def measure(self, subject: Probed) -> dict[float, float]:
         model, windows, batch = subject.model, subject.windows(1.0), subject.at_once(1.0)
-        measures: dict[str, Callable[[Prune | None], float]] = {
-            "change": lambda prune: float(token_losses(model, windows, batch).mean()),
-            "kept": lambda prune: share_kept(model, windows[0, :-1], prune),
-            "seconds": lambda prune: 1e3 * window_seconds(model, windows[:batch, :-1]),
-        }
-        found = []
+
+        def measured(prune: Prune | None) -> float:
+            with pruning(model, prune):
+                if self.of == "change":
+                    return float(token_losses(model, windows, batch).mean())
+                if self.of == "kept":
+                    return share_kept(model, windows[0, :-1], prune)
+                return 1e3 * window_seconds(model, windows[:batch, :-1])
+
         # In the training's precision, but for a change of the loss: what 16 bits round may be more than that.
         with nullcontext() if self.of == "change" else subject.precision():
-            for prune in (None, *map(Prune, self.at)):
-                with pruning(model, prune):
-                    found.append(measures[self.of](prune))
-        plain = found[0] if self.of == "change" else 0.0
-        return {eps: number - plain for eps, number in zip(self.at, found[1:], strict=True)}
+            plain = measured(None)  # for times, a first pass that loads what later ones need
+            since = plain if self.of == "change" else 0.0
+            return {eps: measured(Prune(eps)) - since for eps in self.at}
