@@ -3,6 +3,7 @@
 import difflib
 import math
 import re
+import traceback
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,11 @@ def one_of(config: Any, name: str, options: list[str]) -> None:
     """Raise ValueError if the field ``name`` of ``config`` is none of ``options``."""
     if getattr(config, name) not in options:
         raise unknown(name, getattr(config, name), options)
+
+
+def reason(error: Exception) -> str:
+    """An error's type and message, or its type and the line that raised it where it has no message."""
+    if str(error):
+        return repr(error)
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}: {frame.line}"

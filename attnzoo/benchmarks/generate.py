@@ -38,6 +38,7 @@ from attnzoo.benchmarks.measure import (
     not_measured,
 )
 from attnzoo.benchmarks.train import trained_biases
+from attnzoo.errors import reason
 from attnzoo.forms.caches.pages.paged_cache import PagedCache
 from attnzoo.forms.caches.state import KVCache, RecurrentState
 from attnzoo.layer.cache import LayerCache
@@ -294,7 +295,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
                 missing.append(f"{name} at batch {B} and {S} tokens: {str(error).split('. ')[0]}")
                 print(missing[-1], flush=True)
             except Exception as error:
-                found = {"failed": repr(error)[:200]}
+                found = {"failed": reason(error)[:200]}
             if found:
                 result["rows"].append({"name": name, "batch": B, "tokens": S, **found})
                 print(json.dumps(result["rows"][-1]), flush=True)

@@ -153,12 +153,13 @@ def errors(contender: TimedLayer, x: LayerInputs) -> dict[str, float]:
 def times(contender: TimedLayer, x: LayerInputs, rep: int) -> Result:
     """The milliseconds of forward and of forward + backward (input and weights), the extra memory, and the form."""
     layer = build(contender, x)
-
     found = networks(layer)
 
     def call() -> Tensor:
         set_phase(found, SCHEDULE, contender.step)
         y: Tensor = layer(x.x)
+        if not torch.is_grad_enabled():
+            return y  # the networks' losses belong to a training step
         extra = extra_loss(found, SCHEDULE, contender.step)
         return y if extra is None else y + 0 * extra.loss
 

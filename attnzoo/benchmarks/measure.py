@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from attnzoo.errors import unknown
+from attnzoo.errors import reason, unknown
 from attnzoo.files import write_whole
 from attnzoo.forms.backends import fla, fla_kernels
 from attnzoo.kernels.common.device import installed_triton
@@ -216,8 +216,8 @@ def race(
                 fla_kernels.taken()  # by what was compared
                 measured = times(peer, x) if right[key] else None
             except Exception as error:
-                print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
-                missing.append(f"{peer.name} at {shape}: {repr(error)[:200]}")
+                print({"name": peer.name, "shape": shape, "failed": reason(error)[:300]}, flush=True)
+                missing.append(f"{peer.name} at {shape}: {reason(error)[:200]}")
                 continue
             if measured is not None:
                 others = {"fla": taken} if (taken := fla_kernels.taken()) else {}
@@ -285,7 +285,7 @@ def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:
     except ImportError as error:
         missing.append(f"{name}: not installed ({error})")
     except Exception as error:
-        missing.append(f"{name}: {error!r}")
+        missing.append(f"{name}: {reason(error)}")
     return None
 
 

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import connection, get_context
 from typing import Any
 
+from attnzoo.errors import reason
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
 PATIENCE = 60  # seconds that a stopped process has to put away what it holds: a checkpoint, semaphores of PyTorch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch when it is imported
@@ -155,7 +157,7 @@ def _failure(task: Callable[[], object]) -> str | None:
     try:
         task()
     except Exception as error:
-        return str(error) or repr(error)
+        return str(error) or reason(error)
     return None
 
 

@@ -112,13 +112,21 @@ def extra_loss(
         config: the run's configuration.
         step: the number of the update.
         weights: a factor of each layer's L_r, as the parts of a step may have different numbers of pairs.
+
+    Raises:
+        ValueError: a network whose layer was not called in training, with gradients, since :func:`set_phase`.
     """
     if not found:
         return None
     losses, kept, distilled, gaps, shared = [], [], [], [], []
     for number, network in enumerate(found):
         terms, now = network.terms, phase(step, config, network.options, number, len(found))
-        assert terms is not None
+        if terms is None:
+            raise ValueError(
+                f"found: expected networks whose layers were called in training mode, with gradients, after set_phase; "
+                f"network {number} has no loss terms (call set_phase before each forward pass; eval(), torch.no_grad() "
+                "and checkpoint(use_reentrant=True) leave none)"
+            )
         kept.append(terms.kept)
         if network.options.shared_budget:
             shared.append(terms.excess)

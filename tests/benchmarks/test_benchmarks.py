@@ -359,12 +359,14 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
 
     def errors(peer: Runner, H: int, K: int) -> dict[str, float]:
         checks.append((peer.name, H, K))
+        if peer.name == "silent":
+            raise AssertionError
         return {"o": peer.error if peer.name != "broken" else 1 / 0}
 
     def times(peer: Runner, x: tuple[int, ...]) -> dict[str, Any] | None:
         return None if peer.name == "short" and x[2] > 10 else {"ms": x[2]}
 
-    peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("short")]
+    peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("silent"), Runner("short")]
     result: dict[str, Any] = {}
     shapes = [(1, 2, 8, 64), (1, 2, 16, 64)]
     options: dict[str, Any] = {
@@ -386,9 +388,13 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "WRONG: not timed" in said
     assert "ZeroDivisionError" in said
+    assert "AssertionError in test_benchmarks.py, line " in said
     assert not measure.race(result, peers, shapes, -1, draw=lambda *shape: shape, times=times, **options)
     assert result["rows"] == []
     assert "out of time at (1, 2, 8, 64) right" in capsys.readouterr().out
+    silent = result["missing"].pop(1)
+    assert silent.startswith("silent at (1, 2, 8, 64): AssertionError in test_benchmarks.py, line ")
+    assert silent.endswith(": raise AssertionError")
     assert result["missing"] == [
         "broken at (1, 2, 8, 64): ZeroDivisionError('division by zero')",
         "right at (1, 2, 8, 64) and what comes after it: no time was left",

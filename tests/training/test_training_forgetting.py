@@ -73,6 +73,11 @@ def test_total_loss_adds_the_weighted_terms_of_all_layers():
     assert all(network.terms.distillation is None for network in found)
     model.eval()(tokens, targets=tokens)
     assert extra_loss(found, config, 20).row.keys() == {"kept", "budget", "blend", "temperature"}
+    for forward in (lambda: None, lambda: model(tokens), torch.no_grad()(lambda: model.train()(tokens))):
+        forward()
+        with pytest.raises(ValueError, match=r"^found: expected .*after set_phase; network 0 has no loss terms"):
+            extra_loss(found, config, 20)
+        set_phase(found, config, 20)
 
 
 def test_a_compiled_block_gives_the_same_losses_and_is_not_compiled_anew_when_lambda_and_tau_move():
