@@ -292,20 +292,8 @@ def python_file(name: str) -> str:
 
 
 def given_by(path: Path, name: str) -> Any:
-    """The value of the variable `name` after running a Python file; None where it defines none.
-
-    A file is run once while its text stays, as what it registers would be another thing the second time.
-
-    Raises:
-        ValueError: the file raises; the message has the line.
-    """
-    return getattr(_run_once(path, path.resolve(), _text_digest(path)), name, None)
-
-
-@functools.cache
-def _run_once(path: Path, whole: Path, digest: str) -> ModuleType:
-    """The module of a file; ``whole`` and ``digest`` tell it from others that had this path."""
-    return run_file(path, f"attnzoo_{path.stem}")
+    """The value of the variable `name` after :func:`run_file`; None where the file defines none."""
+    return getattr(run_file(path), name, None)
 
 
 def digest_being_run() -> str:
@@ -313,19 +301,25 @@ def digest_being_run() -> str:
     return _being_run[-1] if _being_run else ""
 
 
-def _text_digest(path: Path) -> str:
-    if path.suffix != ".py":
-        raise ValueError(f"{path}: expected a Python file")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def run_file(path: Path, called: str) -> ModuleType:
-    """The module that a Python file makes when it is run, under the name that it is called by.
+def run_file(path: Path) -> ModuleType:
+    """The module that a Python file makes when it is run, which it is once while its text stays, as what it registers
+    would be another thing the second time. It finds the modules beside it, and others find it by its name if that is
+    free.
 
     Raises:
-        ValueError: the file fails; the error says at which of its lines.
+        ValueError: the file is none of Python or fails; the error says at which of its lines.
     """
-    digest = _text_digest(path)
+    if path.suffix != ".py":
+        raise ValueError(f"{path}: expected a Python file")
+    return _run_file(path.resolve(), digest(path))
+
+
+@functools.cache
+def _run_file(path: Path, digest: str) -> ModuleType:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    other = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    called = path.stem if other is None or other.origin == str(path) else f"attnzoo_{path.stem}"
     spec = importlib.util.spec_from_file_location(called, path, loader=_Uncached(called, str(path)))
     assert spec is not None
     assert spec.loader is not None

@@ -97,7 +97,7 @@ def official_module(path: Path | None) -> Any:
     """
     if path is None:
         return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
-    return run_file(path, "official_fox")
+    return run_file(path)
 
 
 def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:

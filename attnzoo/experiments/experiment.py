@@ -6,6 +6,7 @@ user's file.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -17,7 +18,7 @@ from attnzoo.experiments.claims import AtLeast, AtMost, Claim, Value, power
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import given_by, python_file
 
-CATALOGUE = Path(__file__).parent / "catalogue"
+CATALOGUE = "attnzoo.experiments.catalogue"
 
 
 @dataclass(frozen=True)
@@ -373,7 +374,7 @@ def power_of(experiment: Experiment, seeds: int, size: str = "") -> list[str]:
 
 def names() -> list[str]:
     """The names of the built-in experiments."""
-    return sorted(path.stem for path in CATALOGUE.glob("*.py") if path.stem != "__init__")
+    return sorted(path.stem for path in Path(__file__).with_name("catalogue").glob("[!_]*.py"))
 
 
 def find(name: str) -> Experiment:
@@ -383,7 +384,9 @@ def find(name: str) -> Experiment:
         ValueError: neither is there (the built-in names are listed, and the nearest one is named), or the file fails.
         TypeError: a file without an Experiment of that name.
     """
-    path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
+    if name in names():
+        return importlib.import_module(f"{CATALOGUE}.{name}").EXPERIMENT  # type: ignore[no-any-return]
+    path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         raise unknown("experiment", name, names(), python_file(name), see="attnzoo experiment list")
     experiment = given_by(path, "EXPERIMENT")

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import re
-import sys
 import warnings
 from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
@@ -20,7 +19,7 @@ from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
 from attnzoo.errors import UnavailableError, did_you_mean_path, nearest, unknown
-from attnzoo.files import digest_being_run, run_file
+from attnzoo.files import digest, digest_being_run, run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.parallel.attention import shared
 from attnzoo.registry.pair import Pair, Side, check_pair, check_parts
@@ -31,7 +30,6 @@ from attnzoo.registry.variant import Variant, is_own, with_readout
 _pairs: dict[str, Pair] = {}  # pairs by the name of either side
 _others: dict[str, ReadoutVariant] = {}  # variants of other readouts by name
 _digests: dict[str, str] = {}  # of the files that were registering variants as they were run, by name
-_files: dict[Path, tuple[str, ...]] = {}  # that have been run, and the variants that they registered
 SHOWS_ALL = "attnzoo list"
 FILES = "ATTNZOO_FILES"  # of the environment: Python files that register pairs, as PATH lists folders
 _broken: list[str] | None = None  # errors of plugins, in words; None before they are loaded
@@ -338,22 +336,18 @@ def from_file(file: str | Path) -> tuple[str, ...]:
         ValueError: it fails or registers none.
     """
     path = Path(file).resolve()
-    if path not in _files:
-        if not path.is_file():
-            close = None if str(file).endswith(".py") else nearest(file, [*list_variants(), *list_variants("other")])
-            hint = f"; did you mean `attnzoo show {close}`?" if close else did_you_mean_path(file)
-            raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none{hint}")
-        before = {*pairs(), *list_variants("other")}
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # for the modules beside it
-        run_file(path, path.stem if importlib.util.find_spec(path.stem) is None else f"attnzoo_{path.stem}")
-        new = [name for pair in pairs() if pair not in before for name in (pair.linear, pair.softmax)]
-        _files[path] = (*new, *(name for name in list_variants("other") if name not in before))
-        os.environ[FILES] = os.pathsep.join(dict.fromkeys([*os.environ.get(FILES, "").split(os.pathsep), str(path)]))
-    if not _files[path]:
+    if not path.is_file():
+        close = None if str(file).endswith(".py") else nearest(file, [*list_variants(), *list_variants("other")])
+        hint = f"; did you mean `attnzoo show {close}`?" if close else did_you_mean_path(file)
+        raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none{hint}")
+    broken_plugins()
+    run_file(path)
+    names = tuple(name for name, of in _digests.items() if of == digest(path))
+    if not names:
         how = "a pair (attnzoo.register) or a readout (attnzoo.register_readout)"
         raise ValueError(f"{file}: expected a file that registers {how}, and it registers none")
-    return _files[path]
+    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*os.environ.get(FILES, "").split(os.pathsep), str(path)]))
+    return names
 
 
 for _pair in BUILT_IN:

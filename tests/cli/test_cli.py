@@ -129,10 +129,9 @@ register(Pair("wrapped", "wrapped_path", ("log_diag", "w", "beta"), transition=P
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of one's own that registers a pair."""
     monkeypatch.setenv(registry.FILES, "")
-    monkeypatch.setattr(registry, "_files", {})
     (file := tmp_path / "wrapped_pair.py").write_text(MINE)
     yield file
-    for name in sum(registry._files.values(), ()):
+    for name in [name for name, of in registry._digests.items() if of]:
         if name in registry.list_variants("other"):
             registry.unregister_readout(name)
         elif name in registry.list_variants("linear"):

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tiny_runs import EXPERIMENT as TINY
 
-from attnzoo import registry
+from attnzoo import files, registry
 from attnzoo.cli import app
 from attnzoo.experiments.experiment import find
 from attnzoo.experiments.outcome import load_outcome
@@ -45,7 +45,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a text, in which nothing of one's own is registered yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(registry.FILES, "")
-    monkeypatch.setattr(registry, "_files", {})
     Path("text.txt").write_text("one and two are three. " * 100)
     yield tmp_path
     forget()
@@ -54,7 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     if "steady_linear" in registry.list_variants():
         registry.unregister(registry.get("steady_linear").pair)
-    registry._files.clear()
+    files._run_file.cache_clear()
 
 
 def run(*words: str) -> str:
@@ -82,6 +81,13 @@ def test_a_file_of_variant_and_experiment_runs_and_another_gate_is_trained_anew(
     assert all(a != b for a, b in zip(first["steady_softmax"], second["steady_softmax"], strict=True))
     [own] = {path.name for path in Path("out").iterdir()} - folders
     assert own.startswith("steady_softmax-")
+
+
+def test_a_file_of_variant_and_experiment_is_taken_for_both_at_once() -> None:
+    Path("mine.v2.py").write_text(ASKED)
+    for words in (("--with", "mine.v2.py", "experiment", "show", "mine.v2.py"), ("show", "mine.v2.py:steady_softmax")):
+        assert "steady_softmax" in run(*words)
+    assert os.environ[registry.FILES].endswith("mine.v2.py")
 
 
 def test_a_file_is_run_anew_only_where_its_text_has_changed() -> None:

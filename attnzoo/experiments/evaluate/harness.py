@@ -323,7 +323,7 @@ def _function(path: Path, name: str) -> Any:
     file = path.with_name(f"{module}.py")
     if not file.is_file():
         raise FileNotFoundError(f"task: there is no file {str(file)!r}, from which {path} takes {name!r}")
-    return getattr(run_file(file, f"{path.stem}_{module}"), function)
+    return getattr(run_file(file), function)
 
 
 def _beside(folder: Path, files: Any) -> Any:
