@@ -175,12 +175,12 @@ def _pictures(name: str) -> list[str]:
         return []
     parts = [f"### {experiment.title}" + " {: #" + name.replace("_", "-") + " }"]
     for measured in experiment.measured:
-        _, words = picture(experiment, outcome(name, measured.size))
+        kept = outcome(name, measured.size)
+        _, words = picture(experiment, kept)
         words = words[0].upper() + words[1:]
-        command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
         record = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
         title = f"{experiment.title.rstrip('?')} ({measured.size})"
-        parts.append(f"`{command}`, {record}, on {measured.machine}:")
+        parts.append(f"`{kept.command}`, {record}, on {measured.machine}:")
         parts.append(f"![{title}. {words}](../figures/out/{drawing(name, measured)}.svg)")
         parts.append(f"*`{measured.size}`. {words}.*")
         if measured.tried:

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
+from attnzoo.experiments.asked import asked as of_claims
 from attnzoo.experiments.claims import Correlated
-from attnzoo.experiments.experiment import find, names
-from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.experiment import Experiment, find, names
+from attnzoo.experiments.outcome import Outcome, load_outcome
 from attnzoo.experiments.plan import Schedule, device_of
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import run_once
@@ -112,13 +114,19 @@ def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeyp
     assert any(run.values.values())
 
 
+def run_by(outcome: Outcome) -> Experiment:
+    """The experiment that the command of a record runs: that of its orderings alone where it has `--claim`."""
+    words = shlex.split(outcome.command)
+    return of_claims(find(outcome.experiment), [claim for option, claim in pairwise(words) if option == "--claim"])
+
+
 @pytest.mark.parametrize("name", names())
 def test_recorded_results_follow_from_their_numbers(name):
     experiment = find(name)
     for measured in experiment.measured:
         outcome = load_outcome(RESULTS / measured.result)
         assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
-        page = markdown(experiment, outcome)
+        page = markdown(run_by(outcome), outcome)
         assert (RESULTS / measured.result).with_suffix(".md").read_text() == page
         assert "-0.0" not in re.sub(r"-0\.0*[1-9]", "", page), "a number that is too small for its digits"
         seeds = {arm.name: len(outcome.of(arm.name)) for arm in experiment.arms}
@@ -127,7 +135,7 @@ def test_recorded_results_follow_from_their_numbers(name):
         words = {verdict.word for _, verdict in outcome.verdicts(experiment)}
         assert measured.tried or "not seen" not in words, "say what was tried"
         if measured in in_long(experiment.measured[-1:], experiment.measured):  # the same drawings, of other numbers
-            render_experiment(experiment, outcome)
+            render_experiment(run_by(outcome), outcome)
 
 
 @pytest.mark.parametrize("name", names())
@@ -150,9 +158,9 @@ def test_runs_that_are_compared_seed_by_seed_begin_with_the_same_weights(name):
 @pytest.mark.parametrize("name", names())
 def test_command_of_a_recorded_result_makes_its_runs(name):
     """Its settings are those that the same command has now."""
-    experiment = find(name)
-    for measured in experiment.measured:
+    for measured in find(name).measured:
         outcome = load_outcome(RESULTS / measured.result)
+        experiment = run_by(outcome)
         arm, size = experiment.arms[0], experiment.sizes[measured.size]
         overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
         plan = Schedule(name, measured.size, Path(), 3, overrides, device_of(measured.size))
