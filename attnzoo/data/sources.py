@@ -116,8 +116,9 @@ def build_data(config: DataConfig) -> Data:
             f"the held-out split of {config.title!r} has {len(tokens)} tokens: "
             f"data.context_length={config.context_length} needs at least {config.context_length + 1}"
         )
+    larger = elsewhere is not None and (elsewhere.vocab_size or 0) > vocab_size
     for piece in held:
-        if not piece.digest:
+        if larger or not piece.digest:
             _check_range(f"the held-out split of {config.heldout_source or config.title!r}", piece.tokens, vocab_size)
     sides = [*(train for train, _ in splits), held]
     return Data(
@@ -232,9 +233,20 @@ def _read(source: str, config: DataConfig) -> _Source:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
+        _say_below(path, config.heldout_source)
         pieces = [_Piece(file.name, read_numbers(file, config.dtype, config.vocab_size), file) for file in files]
         return _Source(source, pieces, text=False, knows_documents=False)
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
+
+
+def _say_below(folder: Path, heldout: str | None) -> None:
+    """Log files of tokens in folders inside of one, which are not read, but for held-out ones."""
+    held = None if heldout is None else Path(heldout).resolve()
+    below = [file for suffix in SHARDS if folder.is_dir() for file in folder.glob(f"*/**/*{suffix}")]
+    below = sorted(file for file in below if held not in (file.resolve(), *file.resolve().parents))
+    if below:
+        text = "%r: %d .npy and .bin files in folders inside it are not read, such as %r"
+        logger.warning(text, str(folder), len(below), str(below[0].relative_to(folder)))
 
 
 def _holds_numbers(path: Path, pattern: str) -> bool:

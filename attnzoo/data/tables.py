@@ -5,17 +5,18 @@ Parquet, Zarr and `.zst` need packages of their own (`pip install 'attnzoo[table
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnzoo.data.archives import DECOMPRESS
 from attnzoo.data.windows import Tokens
 from attnzoo.errors import unknown
+from attnzoo.files import parse_json
+
+Part = TypeVar("Part")
 
 
 def texts_of_rows(file: Path, field: str, zero: bool = True) -> Iterator[str]:
@@ -42,6 +43,10 @@ def texts_of_rows(file: Path, field: str, zero: bool = True) -> Iterator[str]:
             raise ValueError(f"{str(file)!r}, row {number}: {field}: expected a text, got {text!r}")
         if not zero and "\0" in text:
             raise ValueError(f"{str(file)!r}, row {number}: {field} has a zero byte, which would end a document")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{str(file)!r}, row {number}: {field} is no text in UTF-8: {error}") from error
         if text:
             yield text
 
@@ -49,19 +54,22 @@ def texts_of_rows(file: Path, field: str, zero: bool = True) -> Iterator[str]:
 def _of_parquet(file: Path, field: str) -> Iterator[Any]:
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    try:
+        table = parquet.ParquetFile(file)
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not readable as Parquet: {error}") from error
     if field not in table.schema_arrow.names:
         raise unknown("text_field", field, table.schema_arrow.names, of=repr(str(file)))
-    for batch in table.iter_batches(columns=[field]):
+    for batch in _whole(file, table.iter_batches(columns=[field])):
         yield from batch.column(0).to_pylist()
 
 
 def _of_lines(file: Path, field: str) -> Iterator[Any]:
-    unpack = {**DECOMPRESS, ".zst": _unpack_zstandard}.get(file.suffix.lower(), lambda packed: packed)
+    unpack = {**DECOMPRESS, ".zst": _lines_of_zstandard}.get(file.suffix.lower(), lambda packed: packed)
     with open(file, "rb") as packed:
-        for number, line in enumerate(unpack(packed), 1):
+        for number, line in enumerate(_whole(file, unpack(packed)), 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"{str(file)!r}, line {number}: expected JSON: {error}") from error
             if not isinstance(row, dict):
@@ -71,10 +79,36 @@ def _of_lines(file: Path, field: str) -> Iterator[Any]:
             yield row[field]
 
 
-def _unpack_zstandard(packed: Any) -> io.BufferedReader:
+def _whole(file: Path, parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts of a packed file.
+
+    Raises:
+        ValueError: it is damaged or ends too early.
+    """
+    try:
+        yield from parts
+    except Exception as error:  # each format has its own
+        raise ValueError(f"{str(file)!r} is damaged or not whole: {error}") from error
+
+
+def _lines_of_zstandard(packed: Any) -> Iterator[bytes]:
+    """The lines of frames; zstandard's own streams take a frame that ends too early for a whole one."""
     import zstandard
 
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True))
+    frame, line = zstandard.ZstdDecompressor().decompressobj(), list[bytes]()
+    while piece := packed.read(2**16):
+        while piece:
+            frame = zstandard.ZstdDecompressor().decompressobj() if frame.eof else frame
+            first, *others = frame.decompress(piece).split(b"\n")
+            piece = frame.unused_data
+            line.append(first)
+            for other in others:
+                yield b"".join(line)
+                line = [other]
+    if not frame.eof:
+        raise EOFError("the last frame is not complete")
+    if any(line):
+        yield b"".join(line)
 
 
 def is_token_array(path: Path) -> bool:

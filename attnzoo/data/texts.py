@@ -93,7 +93,8 @@ def is_held_out(name: str, fraction: float) -> bool:
 def files_in(folder: Path, pattern: str = "*") -> list[Path]:
     """The files in a folder at any depth without those that attnzoo has written (runs, tokens, models, pages, results).
 
-    The latter are logged: a run may lie in the folder of its own data.
+    The latter are logged: a run may lie in the folder of its own data. So are links to folders, which are not followed,
+    and to nothing.
 
     Raises:
         PermissionError: a folder in it cannot be read.
@@ -103,9 +104,17 @@ def files_in(folder: Path, pattern: str = "*") -> list[Path]:
     written = {file: kind for file in files if (kind := kind_of_file(file))}
     if own or written:
         found = [f"{str(path.relative_to(folder))!r} ({kind})" for path, kind in sorted({**own, **written}.items())]
-        named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        logger.warning("left out of the texts in %r, as attnzoo has written it: %s", str(folder), named)
+        logger.warning("left out of the texts in %r, as attnzoo has written it: %s", str(folder), _first_of(found))
+    links = sorted(path for path in folder.rglob("[!.]*") if path.is_symlink() and not path.is_file())
+    if links:
+        found = [repr(str(path.relative_to(folder))) for path in links]
+        text = "left out of the texts in %r, as links to folders or to nothing are not followed: %s"
+        logger.warning(text, str(folder), _first_of(found))
     return [file for file in files if file not in written]
+
+
+def _first_of(found: list[str]) -> str:
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def _own_folders(folder: Path) -> dict[Path, str]:

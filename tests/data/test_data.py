@@ -208,6 +208,22 @@ def test_files_of_tokens_that_fill_no_row_are_left_out_with_a_line(tmp_path, cap
     assert not caplog.records
 
 
+def test_what_lies_behind_a_folder_is_left_out_with_a_line(tmp_path, caplog):
+    """Links to folders among texts, and files of tokens in folders inside of one."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "tokens" / "more").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("abc " * 100)
+    (tmp_path / "texts" / "more").symlink_to(tmp_path / "tokens")
+    (tmp_path / "texts" / "gone").symlink_to("nowhere")
+    for name in ("a.npy", "more/b.npy"):
+        np.save(tmp_path / "tokens" / name, np.zeros(500, dtype=np.uint16))
+    build_data(DataConfig(source=str(tmp_path / "texts"), context_length=8))
+    build_data(DataConfig(source=str(tmp_path / "tokens"), vocab_size=5, context_length=8))
+    links, inside = caplog.messages
+    assert links.endswith("as links to folders or to nothing are not followed: 'gone', 'more'")
+    assert inside.endswith("1 .npy and .bin files in folders inside it are not read, such as 'more/b.npy'")
+
+
 def test_too_short_for_the_context_is_refused_with_both_numbers(tmp_path):
     (tmp_path / "short.txt").write_text("x" * 99)
     with pytest.raises(ValueError, match=r"short\.txt.*95 tokens.*data.context_length=256 needs at least 257"):

@@ -249,6 +249,10 @@ def test_sources_of_two_kinds_are_refused(tmp_path):
         build_data(DataConfig(source=str(tmp_path / "bare.npy"), vocab_size=5, context_length=8, documents="packed"))
     with pytest.raises(ValueError, match=r"vocab_size=400: '.*one' is of a larger vocabulary and needs 500"):
         mixed(one, vocab_size=400)
+    larger = str(tmp_path / "larger")
+    write_shards(tmp_path / "larger", 9000, [np.arange(9000)])
+    with pytest.raises(ValueError, match=r"held-out split of '.*larger': tokens from 0 to 8999, outside .* of 500"):
+        build_data(DataConfig(source=one, heldout_source=larger, context_length=8))
 
 
 @pytest.mark.parametrize(

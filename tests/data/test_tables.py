@@ -1,7 +1,9 @@
 """Tables of documents in the layouts of FineWeb-Edu, SlimPajama and LongCrawl64, from small files of the same kind."""
 
+import bz2
 import gzip
 import json
+import lzma
 import sys
 
 import numpy as np
@@ -64,6 +66,35 @@ def test_every_row_of_a_table_is_a_document_as_it_is(layout, tmp_path):
     assert sorted(train + held) == sorted(TEXTS)
     assert 0 < len(held) < 16
     assert len(data.heldout_documents) == len(held) + 1
+
+
+@pytest.mark.parametrize("kind", [".gz", ".xz", ".bz2", ".zst", ".parquet"])
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
+def test_a_packed_table_that_ends_too_early_is_refused_by_name(kind, kept, tmp_path):
+    """Of a frame, zstandard alone would leave out the end, or all, without a word."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    if kind == ".parquet":
+        file = fineweb_edu(tmp_path) / "CC-MAIN-2024-10" / "000_00000.parquet"
+        packed = file.read_bytes()
+    else:
+        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(kind)
+        packed = pack(lines) if pack else pytest.importorskip("zstandard").compress(lines)
+        (file := tmp_path / f"texts.jsonl{kind}").write_bytes(packed)
+        assert list(texts_of_rows(file, "text")) == TEXTS
+        packed = (packed if kind == ".zst" else b"") + packed  # a first frame that is whole
+    file.write_bytes(packed[: int(len(packed) * (kept if kind != ".zst" else (1 + kept) / 2))])
+    with pytest.raises(ValueError, match=f"{file.name}' is (damaged or not whole|not readable as Parquet): "):
+        list(texts_of_rows(file, "text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [(b'{"text": "\\ud800"}', "row 1: text is no text in UTF-8"), (b"[" * 10**5, "line 1: expected JSON: maximum rec")],
+)
+def test_a_line_that_is_no_text_is_refused_by_name(line, said, tmp_path):
+    (tmp_path / "texts.jsonl").write_bytes(line)
+    with pytest.raises(ValueError, match=rf"texts\.jsonl', {said}"):
+        list(texts_of_rows(tmp_path / "texts.jsonl", "text"))
 
 
 def longcrawl64(folder):
