@@ -82,15 +82,17 @@ def on_tokens() -> list[str]:
 
 
 def pairs_by_size() -> Figure:
-    """A panel for each such size of the pairs, with the papers' gates; circles are pairs of one part."""
+    """A panel for each such size of the pairs, with axes of its own and the papers' gates; circles are pairs of one
+    part."""
     [asked, _] = [each.claim for each in find("pairs").expectations if isinstance(each.claim, Correlated)]
     outcomes = sorted((outcome("pairs", size) for size in on_tokens()), key=_weights)
-    side = (WIDTH - LEFT - BETWEEN * len(outcomes)) / len(outcomes)
+    between = 2 * BETWEEN  # numbers of the next panel's axis
+    side = (WIDTH - LEFT - between * len(outcomes)) / len(outcomes)
     height, first, handles = BELOW + side + ABOVE, None, dict[str, Line2D]()
     figure = Figure(figsize=(WIDTH / 72, height / 72))
     for number, found in enumerate(outcomes):
-        box = ((LEFT + number * (side + BETWEEN)) / WIDTH, BELOW / height, side / WIDTH, side / height)
-        axes = figure.add_axes(box, sharex=first, sharey=first)
+        box = ((LEFT + number * (side + between)) / WIDTH, BELOW / height, side / WIDTH, side / height)
+        axes = figure.add_axes(box)
         for n, pair in enumerate(asked.pairs):
             if all(map(found.of, pair)):
                 gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
@@ -100,11 +102,12 @@ def pairs_by_size() -> Figure:
         axes.set_title(
             f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK
         )
-        axes.tick_params(labelleft=number == 0)
+        quiet(axes)
+        axes.margins(0.12)
+        axes.locator_params(nbins=4)
+        axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
         first = first or axes
     assert first is not None
-    for axes in figure.axes:
-        _frame(axes, (-0.1, 2.0), (0, 0.5, 1.0, 1.5))
     _explain(figure, first, handles)
     return figure
 
@@ -163,7 +166,8 @@ def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> L
     return Line2D([], [], **style)
 
 
-def _frame(axes: Axes, limits: tuple[float, float] = (-0.02, 0.56), ticks: tuple[float, ...] = (0.0, 0.2, 0.4)) -> None:
+def _frame(axes: Axes) -> None:
+    limits, ticks = (-0.02, 0.56), (0.0, 0.2, 0.4)
     quiet(axes)
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     axes.set(xlim=limits, ylim=limits, xticks=ticks, yticks=ticks)

@@ -136,6 +136,26 @@ def without(size: str, recurrence: str, experiment: str = "factorial", number: i
     return float(without_each(one, other)[names.index(recurrence)])
 
 
+def among(size: str, experiment: str, *recurrences: str) -> float:
+    """The correlation of the gains of both sides over the pairs of these recurrences."""
+    claim, one, other = _gains(size, experiment, 0)
+    chosen = [n for n, pair in enumerate(claim.pairs) if pair[0] in recurrences]
+    return float(np.corrcoef(one[chosen], other[chosen])[0, 1])
+
+
+def gains_of_seeds(*chosen: int) -> float:
+    """The correlation of the gains of `pairs` at gpu-10m with the means of these seeds, of models that have them."""
+    claim = _gains("gpu-10m", "pairs", 0)[0]
+    third = load_outcome(DOCS / "results" / "2026-11-29-pairs-gpu-10m-third.json")
+    runs = [run for found in (outcome("pairs", "gpu-10m"), third) for run in found.runs if run.seed in chosen]
+
+    def loss(arm: str) -> float:
+        return float(np.mean([next(iter(run.values[claim.probe].values())) for run in runs if run.arm == arm]))
+
+    gains = [[loss(base) - loss(arm) for base, arm in zip(claim.bases, pair, strict=True)] for pair in claim.pairs]
+    return float(np.corrcoef(np.transpose(gains))[0, 1])
+
+
 def without_noise(size: str, experiment: str, number: int = 0) -> float:
     """The correlation of the gains of both sides over the most that the noise of the seeds allows: Spearman's
     correction, with the standard errors of the parts' own models (the base moves all gains alike)."""
@@ -204,13 +224,14 @@ def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> 
 def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Million tokens read, and what the first seed of each arm of `pairs` at gpu-10m has then gained in training loss
     over its base's, in means of four logged steps, which read the same text."""
+    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-stopped.json").read_text(encoding="utf-8"))
     first = [run for run in outcome("pairs", "gpu-10m").runs if run.seed == 0]
     step = first[0].curve[0][0]
-    losses = {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
+    losses = stopped | {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
     claim, found = _correlated("pairs")[0], {}
     for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
         if arm in losses:
-            gains = np.subtract(losses[base], losses[arm])
+            gains = np.subtract(losses[base][: len(losses[arm])], losses[arm])
             tokens = step * np.arange(4, gains.size + 1) / 1e6
             found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
     return found
@@ -219,14 +240,17 @@ def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def gained_after(arm: str, million: float) -> float:
     """What an arm of `pairs` at gpu-10m has gained in training loss over its base after so many million tokens."""
     tokens, gains = while_training()[arm]
+    if million > tokens[-1] + 1:
+        raise ValueError(f"million: expected {tokens[-1]:.0f} or less, where {arm} was stopped, got {million:g}")
     return float(gains[np.abs(tokens - million).argmin()])
 
 
 def gains_after(million: float) -> tuple[float, float, float]:
-    """The correlation of such gains of the pairs of which both sides were trained, its p, and the least correlation
-    without one of them."""
+    """The correlation of such gains of the pairs of which both sides were trained so far, its p, and the least
+    correlation without one of them."""
     claim, found = _correlated("pairs")[0], while_training()
-    there = [n for n, pair in enumerate(claim.pairs) if all(arm in found for arm in pair)]
+    far = [arm for arm, (tokens, _) in found.items() if tokens[-1] + 1 >= million]
+    there = [n for n, pair in enumerate(claim.pairs) if all(arm in far for arm in pair)]
     one, other = np.array([[gained_after(arm, million) for arm in claim.pairs[n]] for n in there]).T
     return *correlation(one, other, [claim.parts[n] for n in there]), float(without_each(one, other).min())
 
@@ -306,7 +330,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
-        step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_if,
+        step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_if, gains_of_seeds, among,
     )
 }  # fmt: skip
 
