@@ -50,12 +50,11 @@ register(Pair("half", "half_wall", ("log_diag",), transition=Half(), linear_laye
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of one's own with a pair whose linear layer has no gate projection."""
     monkeypatch.setenv(registry.FILES, "")
-    monkeypatch.setattr(registry, "_files", {})
     monkeypatch.setattr(measures, "LENGTHS", (8,))
     monkeypatch.setattr("attnzoo.verify.LAWS", {law: LAWS[law] for law in ("oracle", "pruning", "layer")})
     (file := tmp_path / "half_pair.py").write_text(MINE)
     yield file
-    for pair in {registry.get(name).pair for name in sum(registry._files.values(), ())}:
+    for pair in {registry.get(name).pair for name, of in registry._digests.items() if of}:
         registry.unregister(pair)
     sys.modules.pop("half_pair", None)
 
