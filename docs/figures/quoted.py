@@ -122,11 +122,14 @@ def gains(
     return correlation(one[chosen], other[chosen], [claim.parts[n] for n in chosen])
 
 
-def gains_if(size: str, experiment: str, recurrence: str, gain: float) -> float:
-    """The correlation of an experiment's gains with one pair more, if that recurrence's dual had gained so much."""
+def gains_if(size: str, experiment: str, recurrence: str, gain: float) -> tuple[float, float]:
+    """The correlation of an experiment's gains with one pair more, if that recurrence's dual had gained so much, and
+    its p."""
     claim, one, other = _gains(size, experiment, 0)
     gained = mean(experiment, size, claim.bases[0], claim.probe) - mean(experiment, size, recurrence, claim.probe)
-    return float(np.corrcoef([*one, gained], [*other, gain])[0, 1])
+    asked = _correlated(experiment)[0]
+    [more] = [parts for pair, parts in zip(asked.pairs, asked.parts, strict=True) if pair[0] == recurrence]
+    return correlation(np.array([*one, gained]), np.array([*other, gain]), [*claim.parts, more])
 
 
 def without(size: str, recurrence: str, experiment: str = "factorial", number: int = 0) -> float:
@@ -136,15 +139,23 @@ def without(size: str, recurrence: str, experiment: str = "factorial", number: i
     return float(without_each(one, other)[names.index(recurrence)])
 
 
-def among(size: str, experiment: str, *recurrences: str) -> float:
-    """The correlation of the gains of both sides over the pairs of these recurrences."""
+def among(size: str, experiment: str, *recurrences: str) -> tuple[float, float]:
+    """The correlation of the gains of both sides over the pairs of these recurrences, and its p."""
     claim, one, other = _gains(size, experiment, 0)
     chosen = [n for n, pair in enumerate(claim.pairs) if pair[0] in recurrences]
-    return float(np.corrcoef(one[chosen], other[chosen])[0, 1])
+    return correlation(one[chosen], other[chosen], [claim.parts[n] for n in chosen])
 
 
-def gains_of_seeds(*chosen: int) -> float:
-    """The correlation of the gains of `pairs` at gpu-10m with the means of these seeds, of models that have them."""
+def alike_but(size: str, experiment: str, *recurrences: str) -> float:
+    """The correlation of the gains of both sides, if all pairs but those of these recurrences had gained alike."""
+    claim, *sides = _gains(size, experiment, 0)
+    kept = np.array([pair[0] in recurrences for pair in claim.pairs])
+    return float(np.corrcoef([np.where(kept, gains, gains[~kept].mean()) for gains in sides])[0, 1])
+
+
+def gains_of_seeds(*chosen: int) -> tuple[float, float]:
+    """The correlation of the gains of `pairs` at gpu-10m with the means of these seeds, of models that have them, and
+    its p."""
     claim = _gains("gpu-10m", "pairs", 0)[0]
     third = load_outcome(DOCS / "results" / "2026-11-29-pairs-gpu-10m-third.json")
     runs = [run for found in (outcome("pairs", "gpu-10m"), third) for run in found.runs if run.seed in chosen]
@@ -153,7 +164,7 @@ def gains_of_seeds(*chosen: int) -> float:
         return float(np.mean([next(iter(run.values[claim.probe].values())) for run in runs if run.arm == arm]))
 
     gains = [[loss(base) - loss(arm) for base, arm in zip(claim.bases, pair, strict=True)] for pair in claim.pairs]
-    return float(np.corrcoef(np.transpose(gains))[0, 1])
+    return correlation(*np.transpose(gains), claim.parts)
 
 
 def without_noise(size: str, experiment: str, number: int = 0) -> float:
@@ -245,19 +256,20 @@ def gained_after(arm: str, million: float) -> float:
     return float(gains[np.abs(tokens - million).argmin()])
 
 
-def gains_after(million: float) -> tuple[float, float, float]:
-    """The correlation of such gains of the pairs of which both sides were trained so far, its p, and the least
-    correlation without one of them."""
-    claim, found = _correlated("pairs")[0], while_training()
+def gains_after(million: float, whole: bool = False) -> tuple[float, float]:
+    """The correlation of such gains of the pairs of which both sides were trained so far, or ``whole``, to the end,
+    and its p."""
+    claim, found = _gains("gpu-10m", "pairs", 0)[0] if whole else _correlated("pairs")[0], while_training()
     far = [arm for arm, (tokens, _) in found.items() if tokens[-1] + 1 >= million]
     there = [n for n, pair in enumerate(claim.pairs) if all(arm in far for arm in pair)]
     one, other = np.array([[gained_after(arm, million) for arm in claim.pairs[n]] for n in there]).T
-    return *correlation(one, other, [claim.parts[n] for n in there]), float(without_each(one, other).min())
+    return correlation(one, other, [claim.parts[n] for n in there])
 
 
 def interval(size: str, experiment: str, number: int) -> tuple[float, float]:
-    """The middle 95% of it that a verdict states."""
-    [found] = re.findall(r"95% (-?[\d.]+) to (-?[\d.]+)", verdict(experiment, size, number))
+    """The middle 95% of it, with seeds and text drawn anew, over the pairs of which there are runs."""
+    why = _gains(size, experiment, number)[0].judge(outcome(experiment, size).values).why
+    [found] = re.findall(r"95% (-?[\d.]+) to (-?[\d.]+)", why)
     return float(found[0]), float(found[1])
 
 
@@ -331,6 +343,7 @@ NAMES = {
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
         step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_if, gains_of_seeds, among,
+        alike_but,
     )
 }  # fmt: skip
 
