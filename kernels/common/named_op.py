@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -47,6 +48,15 @@ def dispatched(leaves: Sequence[Any]) -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def recorded(leaves: Sequence[Any]) -> bool:
+    """Whether autograd records an op of these."""
+    if torch.is_grad_enabled():
+        for x in leaves:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def refuse(ctx: Any, *grads: Tensor | None) -> None:
@@ -95,6 +105,8 @@ class NamedOp(Generic[Inputs, Outputs]):
         definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
+        if replays:
+            self._shorten()
 
     def __call__(self, given: Inputs) -> Outputs:
         """The outputs, by way of torch's dispatcher where anything beside autograd must see the op.
@@ -103,12 +115,30 @@ class NamedOp(Generic[Inputs, Outputs]):
         """
         leaves = self.inputs.leaves(given)
         if not self._changes and not dispatched(leaves):
-            if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)):
+            if not recorded(leaves):
                 return cast(Outputs, self.outputs.built(self._run(leaves)))
             if self._recorded is not None:
                 return cast(Outputs, self.outputs.built(self._recorded.apply(*leaves)))
         made = self.op(*leaves)
         return cast(Outputs, self.outputs.read((made,) if self.outputs.single else made))
+
+    def _shorten(self) -> None:
+        """Let calls from compiled code, which record no gradient, run the function as calls from Python do.
+
+        torch's own way goes through the dispatcher once more and looks at all storages, which takes the host about as
+        long as a replay.
+        """
+        usual, function = make_autograd_impl(self.op, self._definition), self._flat(self._run)
+
+        def seen(keys: Any, *leaves: Any) -> Any:
+            if dispatched(leaves) or recorded(leaves):
+                return usual(keys, *leaves)
+            return function(*leaves)
+
+        namespace, name = self.op._schema.name.split("::")
+        self._library = torch.library.Library(namespace, "IMPL")  # what it registers goes with it
+        for device in ("CPU", "CUDA"):
+            self._library.impl(name, seen, f"Autograd{device}", with_keyset=True)
 
     def without_gradient(self, given: Inputs, x: Tensor) -> Outputs:
         """The outputs, past the dispatcher where neither a compiler nor a kind of tensor (that of x) sees the op."""
@@ -177,8 +207,7 @@ class NamedOp(Generic[Inputs, Outputs]):
             made = [*function(leaves)]
             for i, x in enumerate(made):
                 if x is None:
-                    like = next(x for x in (*made, *leaves) if x is not None)
-                    made[i] = like.new_empty(0)
+                    made[i] = leaves[0].new_empty(0)
             return made[0] if self.outputs.single else tuple(made)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

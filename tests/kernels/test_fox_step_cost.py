@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,12 +72,12 @@ def test_a_step_asks_little_of_the_host(
 
 
 TRAINED = {"nope": (141, 35), "fox": (145, 52), "rope": (198, 41), "path_fox": (294, 99)}  # calls of Python, operations
+COMPILED = {"nope": 19, "fox": 19, "rope": 37, "path_fox": 58}  # calls of Python
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="counted under Triton's interpreter")
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_training_step_asks_little_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward under autocast, replayed as on a GPU, with launches that do nothing."""
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were launched, which do nothing; ops are replayed as on a GPU."""
     from triton.runtime.interpreter import InterpretedFunction
 
     ran: list[str] = []
@@ -86,11 +87,14 @@ def test_a_training_step_asks_little_of_the_host(name: str, monkeypatch: pytest.
         if recorders.current is not None:
             recorders.current.launched(lambda *_: None, (1, 1, 1), (), [])
 
-    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(InterpretedFunction, "run", launch)
     for which, value in (("_FIRST_DEVICE", -1), ("_current_device", lambda: -1), ("_stream", lambda device: 0)):
         monkeypatch.setattr(replay, which, value)
-    attention = build_attention(name, hidden_size=64, num_heads=1, impl="triton")
+    return ran
+
+
+def training(attention: Any) -> Callable[[], None]:
+    """Forward and backward of a layer, under autocast."""
     x = torch.randn(1, 128, 64, requires_grad=True)
 
     def step() -> None:
@@ -98,12 +102,45 @@ def test_a_training_step_asks_little_of_the_host(name: str, monkeypatch: pytest.
             y = attention(x)
         y.sum().backward()
 
+    return step
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counted under Triton's interpreter")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_step_asks_little_of_the_host(
+    name: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed as on a GPU, with launches that do nothing."""
+    as_on_a_gpu(monkeypatch)
+    step = training(build_attention(name, hidden_size=64, num_heads=1, impl="triton"))
     for _ in range(2):  # run, then recorded
         step()
-    ran.clear()
+    launches.clear()
     python, _ = calls(step)
     with Counted() as count:
         step()
-    assert not ran, "a run was not replayed"
+    assert not launches, "a run was not replayed"
     assert python <= TRAINED[name][0]
     assert count.work <= TRAINED[name][1]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counted under Triton's interpreter")
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_training_step_repeats_nothing_but_its_launches(
+    name: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No check, no plan, and none of what torch does around an op of Python that records no gradient."""
+    asks = named_op.dispatched
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(named_op, "dispatched", asks)
+    torch._dynamo.reset()
+    attention = build_attention(name, hidden_size=64, num_heads=1, impl="triton")
+    step = training(torch.compile(attention, backend="aot_eager", fullgraph=True))
+    for _ in range(3):  # compiled and run, recorded, then replayed
+        step()
+    launches.clear()
+    python, _ = calls(step)
+    around, _ = calls(step, torch._library)
+    assert not launches, "a run was not replayed"
+    assert python <= COMPILED[name]
+    assert around == 0
