@@ -110,6 +110,7 @@ class TrainState:
         has_all = (checkpoint / WEIGHTS).is_file()
         if has_all and not self.sharded:
             self.accelerator.load_state(str(checkpoint))
+            _check_shapes(self.optimizer.optimizer)
             self.accelerator.step = 0  # parts counted since an update: there may be another number of them now
             return
         from torch.distributed.checkpoint.state_dict import (
@@ -155,6 +156,14 @@ class TrainState:
         state = {named[number]: values for number, values in optimizer["state"].items()}
         groups = [{**g, "params": [named[number] for number in g["params"]]} for g in optimizer["param_groups"]]
         return model, {"state": state, "param_groups": groups}
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a state of another model, whose tensors torch's fused kernels read beyond their ends."""
+    for parameter, state in optimizer.state.items():
+        for name, x in state.items():
+            if isinstance(x, Tensor) and x.dim() and x.shape != parameter.shape:
+                raise ValueError(f"{OPTIMIZER}: {name}: expected {list(parameter.shape)}, got {list(x.shape)}")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -338,7 +338,7 @@ def test_a_model_folder_is_read_whole_or_refused(run, tmp_path):
         (whole | {name: torch.zeros(3, 32)}, r"q_proj.weight: expected shape \[32, 32\], got \[3, 32\]"),
     ):
         save_file(weights, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"{message}.* \(in {folder}\)"):
             load_text_model(folder, "cpu")
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="its weights cannot be read"):

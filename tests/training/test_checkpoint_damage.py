@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from tiny_runs import config_of, numbers, said, weights, write_text
 
 from attnzoo.experiments.compare import result_of
@@ -166,6 +167,19 @@ def test_a_damaged_optimizer_is_an_error_of_its_own_without_digests_too(run, con
     path = run_dir / "checkpoints" / BEFORE / "optimizer.bin"
     path.write_bytes(path.read_bytes()[:-2000] if content is None else content)
     with pytest.raises(CheckpointError, match=f"{BEFORE}(/optimizer.bin is empty| cannot be read: .*)"):
+        train(config)
+
+
+def test_the_optimizer_of_a_larger_model_is_refused_without_digests_too(run):
+    config, run_dir = run
+    without_digests(run_dir)
+    path = run_dir / "checkpoints" / LAST / "optimizer.bin"
+    found = torch.load(path, weights_only=True)
+    found["state"][0]["exp_avg"] = torch.zeros(99, 16)
+    torch.save(found, path)
+    with pytest.raises(
+        CheckpointError, match=rf"{LAST} cannot be read: .*exp_avg: expected \[\d+, 16\], got \[99, 16\]"
+    ):
         train(config)
 
 

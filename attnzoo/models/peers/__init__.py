@@ -189,16 +189,17 @@ def build_peer(
     missing, state = dict(there), dict[str, Tensor]()
     for name, tensor in _shaped(peer, weights, settings):
         if name not in there:
-            raise ValueError(f"{name}: the model has no such weight")
+            raise ValueError(f"{name}: the model has no such weight{weights.place}")
         if tensor.shape != there[name].shape:
-            raise ValueError(f"{name}: expected shape {list(there[name].shape)}, got {list(tensor.shape)}")
+            expected, got = list(there[name].shape), list(tensor.shape)
+            raise ValueError(f"{name}: expected shape {expected}, got {got}{weights.place}")
         missing.pop(name, None)
         state[name] = tensor
     kept = model.state_dict().keys()
     if absent := [name for name in missing if name in kept]:
-        raise ValueError(f"weights that nothing was found for: {', '.join(absent)}")
+        raise ValueError(f"weights that nothing was found for: {', '.join(absent)}{weights.place}")
     if weights.unread:
-        raise ValueError(f"weights that have no place: {', '.join(sorted(weights.unread))}")
+        raise ValueError(f"weights that have no place: {', '.join(sorted(weights.unread))}{weights.place}")
     precise = {name for name in state if _is_precise(model, name)}
     dtype = dtype or _one_dtype({name: x for name, x in state.items() if name not in precise}, weights, said)
     for name, x in state.items():

@@ -29,6 +29,7 @@ class Weights:
         self.names, self.read, self.dtype = dict.fromkeys(names).keys(), read, dtype
         self.unread = set(self.names)
         self.last = ""  # that was read
+        self.place = ""  # the folder, for errors
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -76,7 +77,9 @@ class Weights:
             ValueError: one of them cannot be read.
         """
         try:
-            return Weights._of_folder(folder)
+            found = Weights._of_folder(folder)
+            found.place = f" (in {folder})"
+            return found
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # safetensors and pickle raise their own errors
