@@ -48,6 +48,6 @@ def write_own():
     return "mine.py"
 
 
-def start(name, minutes=None, only=(), record=None, **options):
+def start(name, minutes=None, only=(), records=(), **options):
     plan = Schedule(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
-    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only, record)
+    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only, records)

@@ -93,13 +93,16 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
     "--rates", type=PATH, help="A result.json, of another size, whose learning rates are taken, model by model."
 )
 @click.option(
-    "--resume-from", type=PATH, help="A result.json of this command, made elsewhere perhaps, whose runs count as done."
+    "--resume-from",
+    type=PATH,
+    multiple=True,
+    help="A result.json of this command, made elsewhere perhaps, whose runs count as done; may be given several times.",
 )
 @CLAIM
 def run(
     name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
     minutes: float | None, only: tuple[str, ...], device: str | None, rates: Path | None,
-    resume_from: Path | None, claims: tuple[str, ...],
+    resume_from: tuple[Path, ...], claims: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train, measure, judge every expectation, and write a page.
 
@@ -124,17 +127,18 @@ def run(
     asked += ["--seeds", str(seeds)] if seeds else []
     asked += ["--device", device] if device else []
     asked += ["--rates", str(rates)] if rates else []
-    asked += ["--resume-from", str(resume_from)] if resume_from else []
+    asked += [word for path in resume_from for word in ("--resume-from", str(path))]
     asked += [word for claim in claims for word in ("--claim", claim)]
     files = click.get_current_context().find_root().params.get("files", ())
     own = [word for file in files for word in ("--with", file)]
     command = shlex.join(["attnzoo", *own, "experiment", "run", name, *overrides, *asked])
-    record = load_outcome(resume_from, "--resume-from") if resume_from else None
-    given = load_outcome(rates, "--rates") if rates else record
-    tried = Counter(run.arm for run in record.tried) if record and not rates else Counter[str]()
-    chosen = {run.arm: run.lr for run in given.runs if tried[run.arm] < 2} if given else {}
+    records = [load_outcome(path, "--resume-from") for path in resume_from]
+    given = [load_outcome(rates, "--rates")] if rates else records
+    searched = set() if rates else {(run.arm, run.lr) for record in records for run in record.tried}
+    tried = Counter(arm for arm, _ in searched)
+    chosen = {run.arm: run.lr for each in given for run in each.runs if tried[run.arm] < 2}
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
-    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only, record)
+    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only, records)
 
 
 @experiment.command()

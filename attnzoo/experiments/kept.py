@@ -104,7 +104,7 @@ def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:
         if run.seed >= plan.seeds:
             raise ValueError(f"{said}: expected seeds below {plan.seeds}; `--seeds {run.seed + 1}` takes this one")
         if (chosen := plan.rates.get(run.arm, run.lr)) != run.lr:
-            raise ValueError(f"{said}: expected the learning rate of --rates, {rate_in_words(chosen)}")
+            raise ValueError(f"{said}: expected that of --rates or of another result, {rate_in_words(chosen)}")
         arm = experiment.arm(run.arm)
         tries = run in record.tried and len(plan.grid(experiment, arm)) > 1
         folder, key = place(plan, experiment, arm, run.lr, run.seed, tries)

@@ -59,7 +59,7 @@ PAGE, RESULT, SUMMARY = "report.html", "result.json", "result.md"
 
 def run_experiment(
     plan: Schedule, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
-    only: Sequence[str] = (), record: Outcome | None = None,
+    only: Sequence[str] = (), records: Sequence[Outcome] = (),
 ) -> Path:  # fmt: skip
     """Train and measure the runs that are not finished, print the verdicts, and write a page.
 
@@ -75,7 +75,7 @@ def run_experiment(
         minutes: time after which running trainings are stopped; the page then has the finished ones.
         only: arms to train and measure, with those that they start from; empty for all. The page has the finished runs
             of other arms, too; the printed table has these arms alone.
-        record: an earlier result, of another machine perhaps, whose runs count as finished.
+        records: earlier results, of other machines perhaps, whose runs count as finished.
 
     Returns:
         The page, `report.html` in the plan's folder.
@@ -97,7 +97,7 @@ def run_experiment(
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first, operations = check_arms(plan, experiment)
     _check_text(experiment.probes, first)
-    if record is not None:
+    for record in records:
         take(plan, experiment, record)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()

@@ -55,6 +55,24 @@ def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypa
         assert tuple(replace(run, machine="") for run in now) == then
 
 
+def test_results_of_several_machines_add_up(done, monkeypatch):
+    whole = load_outcome(Path("out/result.json"))
+    one_rate = tuple(replace(run, values={}, guesses={}, curve=()) for run in whole.runs if run.seed == 0)
+    for seed in (0, 1):
+        runs = tuple(run for run in whole.runs if run.seed == seed)
+        machine = {"processor": f"machine {seed}"}
+        save_outcome(replace(whole, runs=runs, tried=one_rate, machine=machine), Path(f"part{seed}.json"))
+    shutil.rmtree("out")
+    monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
+    command = ["experiment", "run", done, "--seeds", "2", "--device", "cpu", "--jobs", "1", "--out", "out"]
+    command += ["--resume-from", "part0.json", "--resume-from", "part1.json"]
+    CliRunner().invoke(app, command, catch_exceptions=False)
+    again = load_outcome(Path("out/result.json"))
+    assert tuple(replace(run, machine="") for run in again.runs) == whole.runs
+    assert {(run.seed, run.machine) for run in again.runs} == {(0, "machine 0"), (1, "machine 1")}
+    assert again.command.endswith("--resume-from part0.json --resume-from part1.json")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -71,7 +89,7 @@ def test_a_result_whose_rates_were_given_is_gone_on_from_at_these(done, monkeypa
 def test_a_result_of_other_runs_is_refused_by_name(done, change, message):
     outcome = replace(load_outcome(Path("out/result.json")), tried=())
     with pytest.raises(ValueError, match=message):
-        start(done, record=change(outcome))
+        start(done, records=[change(outcome)])
 
 
 def test_a_result_of_another_experiment_counts_where_its_runs_are_the_same(done, monkeypatch):
@@ -79,7 +97,7 @@ def test_a_result_of_another_experiment_counts_where_its_runs_are_the_same(done,
     shutil.copy(done, "more.py")
     shutil.move("out", "before")
     monkeypatch.setattr(running, "train", lambda config: pytest.fail("trained"))
-    start("more.py", record=load_outcome(Path("before/result.json")))
+    start("more.py", records=[load_outcome(Path("before/result.json"))])
     assert len(load_outcome(Path("out/result.json")).runs) == 4
 
 
@@ -88,7 +106,7 @@ def test_an_ordering_takes_the_runs_of_its_models_alone(done, monkeypatch):
     trained, folders = running.train, []
     monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
     record = load_outcome(Path("before/result.json"))
-    start(done, record=record, claims=("longer: fox < nope qk_norm=rms",))
+    start(done, records=[record], claims=("longer: fox < nope qk_norm=rms",))
     assert {Path(folder).parent.name for folder in folders} == {"nope-qk_norm=rms"}
     assert {run.arm for run in load_outcome(Path("out/result.json")).runs} == {"fox", "nope qk_norm=rms"}
 
@@ -100,5 +118,7 @@ def test_a_result_that_is_not_there_is_refused_by_its_option(done, option):
 
 
 def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
-    with pytest.raises(ValueError, match=r"fox, seed 0, learning rate .*: expected the learning rate of --rates, 0\.3"):
-        start(done, record=load_outcome(Path("out/result.json")), rates={"fox": 0.3})
+    with pytest.raises(
+        ValueError, match=r"fox, seed 0, learning rate .*: expected that of --rates or of another result, 0\.3"
+    ):
+        start(done, records=[load_outcome(Path("out/result.json"))], rates={"fox": 0.3})
