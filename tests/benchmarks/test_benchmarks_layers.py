@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -135,7 +136,12 @@ def test_layers_that_forget_are_checked_and_timed_with_the_losses_of_their_netwo
     assert (layer.forget.terms.distillation is not None) == (phase == 1)
 
     outcomes: list[Any] = []  # of the forward pass without gradients, and of all gradients
-    monkeypatch.setattr(measure, "milliseconds", lambda call, rep: outcomes.append(call()) or 1.0)
+
+    def milliseconds(call: Callable[[], Any], rep: int) -> float:
+        outcomes.append(call())
+        return 1.0
+
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
     monkeypatch.setattr(measure, "extra_memory", lambda *given: 0.0)
     row = layers.times(contender, x, 1)
     assert row == {"forward_ms": 1.0, "both_ms": 1.0, "extra_GiB": 0.0, "form": str(layer.picked).split()[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from named_ops import opcheck
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo.kernels.common import named_op
 from attnzoo.kernels.common.named_op import NamedOp
@@ -167,3 +170,45 @@ def test_kernels_of_a_first_call_are_compiled_with_those_of_its_gradient(monkeyp
         seen.clear()
         assert torch.equal(torch.autograd.grad(op(Scaled(x, by)).x.sum(), x)[0], torch.full((n,), by))
         assert seen == expected
+
+
+def test_calls_of_torchs_op_are_short_only_where_nothing_beside_them_is_looking() -> None:
+    """As compiled code calls it; a mode sees the op itself, and a gradient is recorded by torch's own function."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def double(given: Scaled) -> Scaling:
+        frames.append(sys._getframe(1).f_back)
+        return Scaling(given.x * given.by)
+
+    watching: Any = Seen
+    frames: list[Any] = []
+    names: list[str] = []
+    op = NamedOp(
+        "attnzoo_tests::double", Scaled, Scaling, double, lambda x: Scaling(torch.empty_like(x.x)), replays=True
+    )
+    op.differentiable(lambda x, made, grads, wanted: {"x": grads.x * x.by}, inputs=("x",), outputs=())
+    x = torch.ones(3, requires_grad=True)
+
+    def ways() -> bool:
+        """Whether torch's own functions stand between the last call and the op's function."""
+        frame, found = frames[-1], False
+        while frame is not None and frame.f_code.co_filename != __file__:
+            found, frame = found or frame.f_code.co_filename.endswith("custom_ops.py"), frame.f_back
+        return found
+
+    with torch.no_grad():
+        assert torch.equal(op.op(x, 2.0), 2 * x)
+        assert not ways()
+        with watching():
+            op.op(x, 2.0)
+        assert ways()
+    assert names[0] == "attnzoo_tests::double"
+    made = op.op(x, 2.0)
+    assert ways()
+    assert torch.equal(torch.autograd.grad(made.sum(), x)[0], torch.full((3,), 2.0))
+    with FakeTensorMode() as mode, torch.no_grad():
+        assert op.op(mode.from_tensor(x), 2.0).shape == (3,)
