@@ -202,20 +202,22 @@ def begins_within(starts: Starts, first: int, length: int) -> Starts:
     return np.asarray(starts[low:high], dtype=np.int64) - first
 
 
-def heldout_starts(tokens: int, length: int, max_tokens: int) -> Starts:
+def heldout_starts(tokens: int, length: int, max_tokens: int, name: str = "the held-out split") -> Starts:
     """The start of each of the :func:`heldout_windows` in ``tokens`` held-out tokens, int64 [n].
 
     Raises:
         ValueError: the held-out tokens are too few for one window.
     """
     if tokens <= length:
-        raise ValueError(f"the held-out split has {tokens} tokens: a length of {length} needs at least {length + 1}")
+        raise ValueError(f"{name} has {tokens} tokens: a length of {length} needs at least {length + 1}")
     available = (tokens - 1) // length
     count = max(1, min(available, max_tokens // length))
     return np.arange(count) * available // count * length
 
 
-def heldout_windows(heldout: Tokens | Joined, length: int, max_tokens: int) -> npt.NDArray[np.int64]:
+def heldout_windows(
+    heldout: Tokens | Joined, length: int, max_tokens: int, name: str = "the held-out split"
+) -> npt.NDArray[np.int64]:
     """Windows of `length + 1` tokens spread evenly over the held-out tokens, int64 [n, length + 1].
 
     They do not overlap in their inputs, and `n * length <= max(max_tokens, length)`.
@@ -224,9 +226,10 @@ def heldout_windows(heldout: Tokens | Joined, length: int, max_tokens: int) -> n
         heldout: 1-D tokens.
         length: tokens that each window predicts.
         max_tokens: the most tokens of all windows; one window is always returned.
+        name: of the tokens, for messages.
 
     Raises:
         ValueError: the held-out tokens are too few for one window.
     """
-    starts = heldout_starts(len(heldout), length, max_tokens).tolist()
+    starts = heldout_starts(len(heldout), length, max_tokens, name).tolist()
     return np.stack([np.asarray(heldout[start : start + length + 1], dtype=np.int64) for start in starts])

@@ -323,9 +323,12 @@ def _tokens(subject: TrainedModel, text: str) -> Tokens:
     end = [] if subject.end is None else [subject.end]
     for file in _files(subject, text):
         try:
-            found += [*subject.document(text_of(file.read_bytes())), *end]
+            words = text_of(file.read_bytes())
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        if subject._bytes and "\0" in words:
+            raise ValueError(f"{str(file)!r} has a zero byte, which would end a document")
+        found += [*subject.document(words), *end]
         if len(found) >= LONG:
             break
     largest = max(found, default=0)

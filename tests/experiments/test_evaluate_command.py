@@ -288,6 +288,14 @@ def test_other_text_may_be_given(run, tmp_path):
     for text, message in ((tmp_path / "c.txt", "file, a folder of them or 'stdlib', got"), (tmp_path, "not UTF-8")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             held_out_text(subject, str(text))
+    (tmp_path / "b.txt").write_bytes(b"two\0" * 50)
+    (tmp_path / "c.txt").write_bytes(b"three")
+    for text, message in (
+        ("b.txt", r"b\.txt' has a zero byte, which would"),
+        ("c.txt", r"c\.txt' has 6 tokens: a length"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            raise invoke(run, "--on", "loss", "--text", tmp_path / text, "--out", tmp_path / "out", code=1).exception
 
 
 def test_standard_library_is_held_out_as_the_run_held_it_out(run):

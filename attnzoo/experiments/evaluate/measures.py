@@ -354,7 +354,8 @@ def _windows(subject: TrainedModel, common: Common, factor: int, tokens: int) ->
     if len(common.length) > 1:
         raise ValueError(f"length: expected one, for these windows are of one length, got {list(common.length)}")
     length = common.length[0] if common.length else _context(subject) * factor
-    return torch.from_numpy(heldout_windows(held_out_text(subject, common.text), length, tokens))
+    name = "the held-out split" if common.text is None else f"text: {str(common.text)!r}"
+    return torch.from_numpy(heldout_windows(held_out_text(subject, common.text), length, tokens, name))
 
 
 def _row(subject: TrainedModel, common: Common) -> tuple[Tensor, Sequence[str]]:
