@@ -38,7 +38,7 @@ SEVERAL = rf"{NUMBER}%?(?:(?:,| to|, and| and| or) {NUMBER}%?)*"
 QUOTED = re.compile(rf"(?<![\w.,\\^{{(/-])({SEVERAL})(?:\s|\\,|~|\*\*)*(?:{UNITS})|({NUMBER}%)")
 RELEASES = re.compile(r"(?:Python|PyTorch|Triton|torch|capability|version|from|FLA|attention|arXiv:)\s?\d[\d.]*")
 SKIPPED = re.compile(  # code, tables that are generated, comments, formulas, pictures' words, addresses, tags
-    r"^ *```.*?^ *```|<!-- table of [^>]*-->\n\n(?:\|.*\n)*|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$"
+    r"^ *```.*?^ *```|<!-- table of [^>]*-->\n\n(?:\|[^\n]*\n)*|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$"
     r"|`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<[^>]*>",
     re.DOTALL | re.MULTILINE,
 )

@@ -45,6 +45,8 @@ def test_a_figure_without_a_record_is_found(quoted: ModuleType) -> None:
     text = "# One\n\nIt is 2.27 times as fast, in 3 to 4 ms, at 35% and `7 ms`, by r = 0.5.\n\n```text\n9 ms\n```\n"
     assert quoted.quoted(text) == ["2.27", "3", "4", "35%"]
     assert set(quoted.quoted(text, decimals=True)) == {"2.27", "0.5", "3", "4", "35%"}
+    table = "<!-- table of speeds: make -->\n\n| 5 ms |\n|---|\n| 6 ms |\n"
+    assert quoted.quoted(f"{table}\nAt 36%.\n\n- In 8 ms.\n") == ["36%", "8"], "what stands below a table counts"
     traced = quoted.traced(text + "<!-- traced\n2.27 = 2 + 0.274\n35% = 0.36\n4 = none\n-->\n")
     assert [bool(quoted.wrong(*line)) for line in traced] == [False, True, True]
     assert quoted.wrong("1,234", "1234.4") == ""
