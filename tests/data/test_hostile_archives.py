@@ -88,6 +88,9 @@ HOSTILE = {  # file -> content, the reason, what is named, whether the archive's
     "short.tar": (
         tar(("b", TEXT[1:] * 99, {}), OK)[:9000], "cannot be read", "short.tar ('b' would have 49,401", False,
     ),
+    "ends.tar": (
+        tar(OK, ("b", TEXT[1:], {}))[:1024], "cannot be read", "ends.tar (the archive ends without the zeros", True,
+    ),
     "check.zip": (wrong(zipped(b=TEXT[1:], ok=TEXT), 40), "cannot be read", "check.zip/b (", True),
     "cut.txt.bz2": (bz2.compress(TEXT * 100)[:-10], "cannot be read", "cut.txt.bz2 (Compressed file ended", False),
 }  # fmt: skip
