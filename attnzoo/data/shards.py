@@ -138,7 +138,7 @@ def read_shards(folder: str | Path) -> TokenShards:
     try:
         found = json_object(index.read_bytes(), "it")
         if found.get("version") != VERSION:
-            raise ValueError(f"expected an object of version {VERSION}")
+            raise ValueError(f"expected an object of version {VERSION}, got {found.get('version')!r}")
         if found["dtype"] not in DTYPES:
             raise unknown("dtype", found["dtype"], DTYPES)
         if not isinstance(found["vocab_size"], int) or not isinstance(found["fingerprint"], str):

@@ -204,8 +204,10 @@ def _check_alike(sources: Sequence[_Source]) -> None:
             raise ValueError(
                 f"data: expected sources of one kind; {text!r} is read byte by byte, {tokens!r} has tokens"
             )
-        if source.tokenizer and first.tokenizer and source.tokenizer != first.tokenizer:
-            raise ValueError(f"data: expected sources of one tokenizer; {first.name!r} and {source.name!r} have two")
+    known = [source for source in sources if source.tokenizer]
+    for source in known[1:]:
+        if source.tokenizer != known[0].tokenizer:
+            raise ValueError(f"data: expected sources of one tokenizer; {known[0].name!r} and {source.name!r} have two")
 
 
 def encode(text: str) -> list[int]:

@@ -245,6 +245,9 @@ def test_sources_of_two_kinds_are_refused(tmp_path):
         mixed(tmp_path / "text.txt", one, vocab_size=500)
     with pytest.raises(ValueError, match="one tokenizer; '.*one' and '.*two' have two"):
         mixed(one, two)
+    bare = folder(tmp_path / "first", seed=2)
+    with pytest.raises(ValueError, match="one tokenizer; '.*one' and '.*two' have two"):
+        mixed(bare, one, two)
     with pytest.raises(ValueError, match=r"documents='packed' needs .*bare\.npy' does not"):
         build_data(DataConfig(source=str(tmp_path / "bare.npy"), vocab_size=5, context_length=8, documents="packed"))
     with pytest.raises(ValueError, match=r"vocab_size=400: '.*one' is of a larger vocabulary and needs 500"):
