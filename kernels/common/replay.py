@@ -118,8 +118,9 @@ class Replay:
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if recorders.compiles:
             return self._run(leaves)
-        device = _current_device()
-        key: list[Any] = [tiles.changes(), torch.get_float32_matmul_precision(), device, leaves[0].get_device()]
+        where = leaves[0].get_device()
+        device = _current_device() if where >= _FIRST_DEVICE else where  # torch for GPUs raises where there is none
+        key: list[Any] = [tiles.changes(), torch.get_float32_matmul_precision(), device, where]
         pointers: list[int] = []
         for x in leaves:
             if isinstance(x, Tensor):
@@ -146,7 +147,7 @@ class Replay:
             if len(self._known) >= MOST:
                 self._known.clear()
             devices = {x.get_device() for x in leaves if isinstance(x, Tensor)}
-            usual = devices == {_current_device()} and min(devices) >= _FIRST_DEVICE
+            usual = min(devices) >= _FIRST_DEVICE and devices == {_current_device()}
             self._known[key] = "" if usual else "tensors are not on the current GPU"
             return self._run(leaves)
         if torch.are_deterministic_algorithms_enabled():  # new memory is filled

@@ -68,6 +68,16 @@ def plain(leaves: Sequence[Any]) -> list[Tensor | None]:
     return [cube, pair[1], None]
 
 
+def test_runs_on_a_cpu_ask_for_no_gpu_which_torch_for_gpus_refuses_without_a_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "_current_device", lambda: pytest.fail("asked"))
+    made = Replay(plain)
+    x, y = torch.randn(2, B, N)
+    for _ in range(3):
+        torch.testing.assert_close(made((x, y, 1.0))[0], x * x * y)
+
+
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``Replay`` of ``plain`` on a CPU, asserting that it is right."""

@@ -56,7 +56,7 @@ class Combined(GateProjection):
         keys = None
         for member in self.members:
             gate, strength = member(x, k, stream)
-            parts |= {name: getattr(gate, name) for name in gate.parts}
+            parts.update({name: getattr(gate, name) for name in gate.parts})
             if isinstance(strength, Keyed):
                 keys, strength = strength.keys, strength.strength
             strengths += [] if strength is None else [strength]
