@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels import convolution, decode, linear, norms
-from attnzoo.kernels.common import device, together
+from attnzoo.kernels.common import device, launched, together
 from attnzoo.kernels.common.options import AttentionOptions
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.retention import Retention, Rule
@@ -349,6 +349,7 @@ def main() -> int:
         print(json.dumps(found), flush=True)
 
     triton.runtime.driver.set_active(here)
+    launched._current_device = int  # which torch for GPUs asks a driver of theirs for
     JITFunction.run = compile_only
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     together.can_compile_together = lambda: False  # each where it would be launched

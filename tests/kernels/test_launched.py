@@ -35,6 +35,7 @@ class Recorder:
         self.again: list[tuple[Any, ...]] = []
         monkeypatch.setattr(JITFunction, "run", self.compile)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+        monkeypatch.setattr(launched, "_current_device", int)  # which torch for GPUs asks a driver for
         self.kernel = launched.launched(JITFunction(add_kernel))
 
     def compile(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> CompiledKernel:
