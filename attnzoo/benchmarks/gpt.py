@@ -42,6 +42,7 @@ from attnzoo.benchmarks.measure import (
     not_measured,
 )
 from attnzoo.benchmarks.modes import MODES
+from attnzoo.errors import reason
 from attnzoo.experiments.processes import run_tasks
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.registry import get, list_variants
@@ -333,7 +334,7 @@ def _ran(
         try:
             task()
         except Exception as error:
-            failed(f"{label}: {error!r}")
+            failed(f"{label}: {reason(error)}")
         else:
             yield label
 

@@ -321,11 +321,15 @@ class Attention(AttentionParts):
         """The maps that read the hidden states themselves, by the names of their products."""
         shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
         thin = {name: one.proj for name, one in shifts.items() if one is not None and untouched(one)}
-        thin.update(self.gate.maps if untouched(self.gate) else {})  # `|=` breaks graphs of torch 2.7
+        if untouched(self.gate):
+            thin.update(self.gate.maps)  # `|=` breaks graphs of torch 2.7
         maps: dict[str, nn.Module] = {name: one for name, one in thin.items() if type(one) is GateAffine}
         if mixed is None:
-            maps.update({"q": self.q_proj}, **({"k": self.k_proj, "v": self.v_proj} if self.latent is None else {}))
-            maps.update({} if self.output_gate is None else {"output_gate": self.output_gate})
+            maps["q"] = self.q_proj
+            if self.latent is None:
+                maps["k"], maps["v"] = self.k_proj, self.v_proj
+            if self.output_gate is not None:
+                maps["output_gate"] = self.output_gate
         return maps
 
     def _project(self, x: Tensor, stream: Stream, first: list[Tensor] | None = None) -> Projected:

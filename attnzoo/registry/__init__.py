@@ -342,7 +342,8 @@ def from_file(file: str | Path) -> tuple[str, ...]:
         raise FileNotFoundError(f"{str(file)!r}: expected a Python file that registers variants, found none{hint}")
     broken_plugins()
     run_file(path)
-    names = tuple(name for name, of in _digests.items() if of == digest(path))
+    text = digest(path)
+    names = tuple(name for name, of in _digests.items() if of == text)
     if not names:
         how = "a pair (attnzoo.register) or a readout (attnzoo.register_readout)"
         raise ValueError(f"{file}: expected a file that registers {how}, and it registers none")

@@ -88,7 +88,7 @@ def pairs_by_size() -> Figure:
     outcomes = sorted((outcome("pairs", size) for size in on_tokens()), key=_weights)
     between = 2 * BETWEEN  # numbers of the next panel's axis
     side = (WIDTH - LEFT - between * len(outcomes)) / len(outcomes)
-    height, first, handles = BELOW + side + ABOVE, None, dict[str, Line2D]()
+    height, handles = BELOW + side + ABOVE, dict[str, Line2D]()
     figure = Figure(figsize=(WIDTH / 72, height / 72))
     for number, found in enumerate(outcomes):
         box = ((LEFT + number * (side + between)) / WIDTH, BELOW / height, side / WIDTH, side / height)
@@ -102,13 +102,10 @@ def pairs_by_size() -> Figure:
         axes.set_title(
             f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK
         )
-        quiet(axes)
+        _both_ways(axes)
         axes.margins(0.12)
         axes.locator_params(nbins=4)
-        axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
-        first = first or axes
-    assert first is not None
-    _explain(figure, first, handles)
+    _explain(figure, figure.axes[0], handles)
     return figure
 
 
@@ -168,9 +165,14 @@ def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> L
 
 def _frame(axes: Axes) -> None:
     limits, ticks = (-0.02, 0.56), (0.0, 0.2, 0.4)
-    quiet(axes)
+    _both_ways(axes)
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     axes.set(xlim=limits, ylim=limits, xticks=ticks, yticks=ticks)
+
+
+def _both_ways(axes: Axes) -> None:
+    """Quiet axes with lines along both."""
+    quiet(axes)
     axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
 
 
