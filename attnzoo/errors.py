@@ -185,7 +185,7 @@ def one_of(config: Any, name: str, options: list[str]) -> None:
         raise unknown(name, getattr(config, name), options)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An error's type and message, or its type and the line that raised it where it has no message."""
     if str(error):
         return repr(error)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.errors import UnavailableError
+from attnzoo.errors import UnavailableError, reason
 from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.precision import wide_dtype
 from attnzoo.registry import get, list_variants
@@ -134,9 +134,9 @@ def in_precision(variant: Variant, form: str, where: Where) -> Trial:
         got = {"o": run(*inputs)} if brief else value_and_gradients(run, inputs)
     except Exception as error:  # a compiler's, a GPU's, another library's
         call = Call(q, k, v, gate, options={} if tie is _same else {"delta_rule": True})
-        reason = variant.refuses(form, call)
-        said = "" if reason else f"{form} of {variant.name!r}: {str(error) or repr(error)}"
-        return Trial(variant.name, label, 0.0, {form: 0.0}, refused=reason, said=said)
+        refused = variant.refuses(form, call)
+        said = "" if refused else f"{form} of {variant.name!r}: {str(error) or reason(error)}"
+        return Trial(variant.name, label, 0.0, {form: 0.0}, refused=refused, said=said)
     allowed = 2 * max(relative_error(yardstick[part], expected[part]) for part in expected) + torch.finfo(dtype).eps
     off = {part: relative_error(x, expected[part]) for part, x in got.items()}
     wrong = "; ".join(f"{part} off by {error:.2g}" for part, error in off.items() if not error <= allowed)

@@ -254,7 +254,7 @@ def test_entry_point_adds_the_pair(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with four plugins: two that are broken, one whose module is missing, and one that works."""
+    """A folder with five plugins: three that are broken, one whose module is missing, and one that works."""
     folder = tmp_path_factory.mktemp("broken")
     write(folder)
     (folder / "kimi_row.py").write_text(
@@ -262,13 +262,17 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "GONE = dataclasses.replace(PAIR, linear='gone', softmax='gone_path', linear_module='no_such_module')\n"
     )
     (folder / "kimi_exits.py").write_text("import sys\nsys.exit('no licence\\nfor this')\n")
-    plug_in(folder, "kimi_row:TEXT\nexits = kimi_exits:PAIR\ngone = kimi_row:GONE\nworks = kimi_row:PAIR")
+    (folder / "kimi_silent.py").write_text("assert 1 + 1 == 3\n")
+    others = "exits = kimi_exits:PAIR\nsilent = kimi_silent:PAIR\ngone = kimi_row:GONE\nworks = kimi_row:PAIR"
+    plug_in(folder, f"kimi_row:TEXT\n{others}")
     return folder
 
 
 BROKEN = [
     "entry point 'kimi' of attnzoo.variants (kimi_row:TEXT) is broken: pair: expected attnzoo.Pair, got str",
     "entry point 'exits' of attnzoo.variants (kimi_exits:PAIR) is broken: no licence for this",
+    "entry point 'silent' of attnzoo.variants (kimi_silent:PAIR) is broken: "
+    "AssertionError in kimi_silent.py, line 1: assert 1 + 1 == 3",
 ]
 
 
