@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ def chosen(contenders: Sequence[N], only: Sequence[str]) -> list[N]:
 def chosen_names(names: Sequence[str], only: Sequence[str]) -> list[str]:
     """The names that are one of ``only``, each with its "+ ACP"; of one that is no name, all names that start so.
 
-    All names if ``only`` is empty.
+    All names if ``only`` is empty. A line on stderr says which others begin like a name that was taken.
 
     Raises:
         ValueError: no name starts with one of ``only``.
@@ -154,6 +155,10 @@ def chosen_names(names: Sequence[str], only: Sequence[str]) -> list[str]:
         if not some:
             raise unknown("contender", asked, names)
         found |= some
+    for asked in only:
+        others = [repr(x) for x in names if x.startswith(asked) and x not in found]
+        if others:
+            print(f"--only {asked!r} leaves out {', '.join(others)}", file=sys.stderr, flush=True)
     return [x for x in names if x in found]
 
 

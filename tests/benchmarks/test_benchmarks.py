@@ -269,6 +269,23 @@ def test_contenders_are_chosen_by_name_or_by_how_names_begin() -> None:
         by("sdpa")
 
 
+def test_a_name_that_leaves_out_others_that_begin_like_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["FLA", "FLA, TileLang", "ours", "ours + ACP", "ours, block", "SDPA"]
+
+    def said(*only: str) -> str:
+        measure.chosen_names(names, only)
+        captured = capsys.readouterr()
+        assert not captured.out
+        return captured.err
+
+    assert said("FLA") == "--only 'FLA' leaves out 'FLA, TileLang'\n"
+    assert said("FLA", "FLA,") == said("FLA,") == said("SDPA") == said() == ""
+    assert said("ours", "FLA").splitlines() == [
+        "--only 'ours' leaves out 'ours, block'",
+        "--only 'FLA' leaves out 'FLA, TileLang'",
+    ]
+
+
 def test_layers_with_one_pass_forgetting_are_chosen_alone() -> None:
     found = [x.name for x in measure.chosen(layers.contenders(), ["fox, One-Pass"])]
     assert found == [f"fox, One-Pass Forgetting, phase {phase}" for phase in (1, 2)]
