@@ -284,9 +284,10 @@ def _read(name: str, opened: Opened, under: _Field | None) -> Iterator[tuple[str
         return
     try:
         for number, line in enumerate(lines(opened()), 1):
-            if line:
-                found = line if isinstance(line, LeftOutError) else _told(partial(under.texts, line))
-                yield f"{name}/{number:08d}", found
+            if isinstance(line, LeftOutError):
+                yield f"{name}/{number:08d}", line
+            else:  # a blank line is an empty document, and counted as such
+                yield f"{name}/{number:08d}", _told(partial(under.texts, line)) if line.strip() else ""
     except Exception as error:  # see _told
         yield name, left_out(error)
 

@@ -20,7 +20,7 @@ Part = TypeVar("Part")
 
 
 def texts_of_rows(file: Path, field: str, zero: bool = True) -> Iterator[str]:
-    """The texts of a table's rows, in order and as they are; empty ones are left out.
+    """The texts of a table's rows, in order and as they are; empty ones and blank lines are left out.
 
     Args:
         file: `.parquet`, `.jsonl` or `.ndjson`, the latter two perhaps with `.zst`, `.gz`, `.xz` or `.bz2` behind it.
@@ -68,6 +68,9 @@ def _of_lines(file: Path, field: str) -> Iterator[Any]:
     unpack = {**DECOMPRESS, ".zst": _lines_of_zstandard}.get(file.suffix.lower(), lambda packed: packed)
     with open(file, "rb") as packed:
         for number, line in enumerate(_whole(file, unpack(packed)), 1):
+            if not line.strip():  # a blank line holds no text, but is counted
+                yield ""
+                continue
             try:
                 row = parse_json(line)
             except ValueError as error:

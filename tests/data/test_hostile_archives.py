@@ -175,7 +175,7 @@ def test_each_line_of_json_is_a_document(tmp_path):
     lines = "\n".join(map(json.dumps, rows)).encode()
     for name in ("a.jsonl", "b.NDJSON"):
         (tmp_path / "j").mkdir(exist_ok=True)
-        (tmp_path / "j" / name).write_bytes(lines.replace(b"number", name.encode()) + b"\n\n{bad\n")
+        (tmp_path / "j" / name).write_bytes(lines.replace(b"number", name.encode()) + b"\n\n{bad\n \t\r\n")
     (tmp_path / "j" / "c.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
     (tmp_path / "j" / "d.JSON").write_text(json.dumps(rows[:2]).replace("number", "d"))
     (tmp_path / "j" / "e.json.gz").write_bytes(gzip.compress(b'{"text": "<p>e"}'))
@@ -191,6 +191,7 @@ def test_each_line_of_json_is_a_document(tmp_path):
     assert [name.partition(" ")[0] for name in found.left_out["not readable as JSON"]] == [
         "a.jsonl/00000006", "b.NDJSON/00000006",
     ]  # fmt: skip
+    assert found.left_out["empty"] == [f"{name}/{line:08d}" for name in ("a.jsonl", "b.NDJSON") for line in (5, 7)]
 
 
 def test_a_field_that_reads_nothing_is_refused(tmp_path):

@@ -170,11 +170,13 @@ def test_rows_without_the_text_are_named(tmp_path):
         return list(texts_of_rows(tmp_path / name, field, False))
 
     assert read('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n') == ["a", "b"]
+    assert read('\n{"text": "a"}\r\n\r\n \t\n{"text": "b"}\n\n') == ["a", "b"]
     for content, message in (
         ('{"text": "a"}\n{"test": "b"}\n', "unknown text_field 'text' of line 2 of .*did you mean 'test'"),
         ('{"text": 5}\n', "row 1: text: expected a text, got 5"),
         ('{"text": "a"}\n{"tex', "line 2: expected JSON"),
         ("[1]\n", "line 1: expected a JSON object"),
+        ('{"text": "a"}\n\n{"text": 5}\n', "row 3: text: expected a text, got 5"),
         ('{"text": "a\\u0000b"}\n', "row 1: text has a zero byte"),
     ):
         with pytest.raises(ValueError, match=message):
