@@ -121,7 +121,13 @@ class ModelConfig:
 
     @classmethod
     def of_folder(cls, settings: Mapping[str, Any]) -> Self:
-        """The configuration that the fields of a `config.json` of ours hold, some of them under other names."""
+        """The configuration that the fields of a `config.json` of ours hold, some of them under other names.
+
+        Raises:
+            ValueError: sizes or patterns that no model has, or no `attention`, which every file of ours has.
+        """
+        if "attention" not in settings:
+            raise ValueError("attention: expected the variant of each layer, found no such field")
         names = {field.name: THEIRS.get(field.name, field.name) for field in fields(cls)}
         return cls(**{ours: settings[name] for ours, name in names.items() if name in settings})
 

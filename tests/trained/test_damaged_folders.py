@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from attnzoo.config import ModelConfig
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tokenizer import byte_tokenizer, special_tokens, tokenizer_files
 from attnzoo.models import LanguageModel
+from attnzoo.models.hf import AttnzooConfig
 from attnzoo.trained.continuation import load_text_model
 from attnzoo.trained.exchange import recipe_of
 from attnzoo.trained.model import load_trained, of_folder
-from attnzoo.training.start import start_from
+from attnzoo.training.start import config_in, start_from
 
 LONG = "[" * 200_000
 
@@ -61,6 +63,21 @@ def test_a_damaged_field_is_named_with_its_file(name, folder):
                 read(folder, "cpu")
             assert name in str(refused.value) or "unknown option" in str(refused.value)
             assert type(refused.value) is ValueError
+
+
+def test_a_configuration_without_a_variant_is_refused_by_the_field_and_not_read_as_fox(folder):
+    """Whatever we write has the field; another variant's weights may well have FoX's names."""
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["attention"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    said = "attention: expected the variant of each layer, found no such field"
+    readers = partial(load_text_model, device="cpu"), load_trained, recipe_of, AttnzooConfig.from_pretrained
+    for read in readers:
+        with pytest.raises(ValueError, match=f"^config.json: {said}"):
+            read(folder)
+    with pytest.raises(ValueError, match=said):
+        config_in(str(folder), "teacher")
+    assert AttnzooConfig.from_pretrained(folder, attention="nope").attention == "nope"
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -67,7 +67,13 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """The configuration, as `PretrainedConfig` makes it; with another `attention` and no `attention_options`, those
-        of the file that it has a use for stay."""
+        of the file that it has a use for stay.
+
+        Raises:
+            ValueError: no `attention`, neither of the file nor asked for (every file of ours has one).
+        """
+        if "attention" not in {**config_dict, **kwargs}:
+            raise ValueError("config.json: attention: expected the variant of each layer, found no such field")
         asked, options = kwargs.get("attention"), config_dict.get("attention_options")
         if asked not in (None, config_dict.get("attention")) and options and "attention_options" not in kwargs:
             own = {name: config_dict.get(name, _default(field)) for name, field in _FIELDS.items()}
