@@ -10,7 +10,7 @@ from typing import Any
 
 from attnzoo.files import digest, parse_json, write_whole
 
-FILE = "digests.json"
+DIGESTS = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
 PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded checkpoint
 MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # the files that determine a model and its description
@@ -33,7 +33,7 @@ def write_digests(checkpoint: Path) -> None:
         for path in sorted(checkpoint.rglob("*"))
         if path.is_file()
     }
-    write_whole(checkpoint / FILE, json.dumps(found, indent=1) + "\n")
+    write_whole(checkpoint / DIGESTS, json.dumps(found, indent=1) + "\n")
 
 
 def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
@@ -42,7 +42,7 @@ def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
     Raises:
         ValueError: the file is not what was written.
     """
-    path = checkpoint / FILE
+    path = checkpoint / DIGESTS
     if not path.exists():
         return None
     try:

@@ -24,7 +24,7 @@ from attnzoo.training.checkpoint import (
     usable_checkpoint,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, digest_of_own, read_digests
+from attnzoo.training.digests import DIGESTS, MODEL, PARTS, digest_of_own
 from attnzoo.training.forgetting import networks, set_phase
 from attnzoo.training.recipe import config_differences, load_config, to_yaml
 from attnzoo.training.sharding import read_weights
@@ -41,6 +41,12 @@ FREE = frozenset([
     "gradient_accumulation", "log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints",
     "progress", "tensorboard", "teacher",  # whose weights are compared
 ])  # fmt: skip
+
+LATER = {  # files of a checkpoint that earlier versions did not write: what they hold, and what follows without it
+    DIGESTS: ("digests", "its files are not checked"),
+    "config.yaml": ("configuration", "whether it was trained with that of the run is not known"),
+    "random_states_*.pkl": ("random states", "random numbers are drawn anew"),
+}
 
 
 class OtherRunError(CheckpointError):
@@ -92,8 +98,9 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     assert checkpoint is not None
     _check_same(what, before, config, step_of(checkpoint))
     config_of(run_dir, checkpoint)
-    if read_digests(checkpoint) is None:
-        logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
+    lacking = [f"{name}: {so}" for file, (name, so) in LATER.items() if not any(checkpoint.glob(file))]
+    if lacking and not (checkpoint / PARTS).is_dir():  # a sharded one has no random states
+        logger.warning("%s is of a version that wrote no %s", checkpoint, "; no ".join(lacking))
     check_data(run_dir, config, read_progress(checkpoint), data)
     return checkpoint
 

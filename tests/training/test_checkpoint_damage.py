@@ -19,6 +19,7 @@ DAMAGE = [
     ("model.safetensors", "cut"),
     ("optimizer.bin", "emptied"),
     ("random_states_0.pkl", "removed"),
+    ("config.yaml", "removed"),
     ("progress.json", "cut"),
     ("progress.json", "nested"),
     ("digests.json", "nested"),
@@ -155,7 +156,18 @@ def test_a_checkpoint_of_a_version_without_digests_goes_on_with_a_word(finished,
     train(config)
     (line,) = said(caplog)
     assert "wrote no digests" in line
+    assert "no configuration: whether it was trained with that of the run is not known" in line
+    assert "random" not in line
     assert weights(run_dir) == weights(finished / "reference")
+
+
+def test_a_checkpoint_without_random_states_goes_on_with_a_word(finished, run, caplog):
+    config, run_dir = run
+    without_digests(run_dir)
+    (newest_checkpoint(run_dir) / "random_states_0.pkl").unlink()
+    train(config)
+    (line,) = said(caplog)
+    assert line.endswith("; no random states: random numbers are drawn anew")
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
