@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnzoo.kernels.common.approximate import log2, reciprocal
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 
 
@@ -27,7 +28,7 @@ def load_retention(p_keep, b_s, S, stride, KIND: tl.constexpr):
 def retained(b_base, b_fade, b_age, rule, KIND: tl.constexpr):
     """r of keys at their ages; b_base and b_fade broadcast to b_age, float32, which may be negative."""
     if KIND == 2:
-        b_r = 1.0 / (1.0 + tl.exp2(b_fade * tl.log2(1.0 + tl.maximum(b_age, 0.0)) - b_base))
+        b_r = reciprocal(1.0 + tl.exp2(b_fade * log2(1.0 + tl.maximum(b_age, 0.0)) - b_base))
     else:
         b_r = tl.exp2(-b_base * tl.maximum(b_age, 1.0))
     return tl.where(b_age < rule[1], 1.0, b_r)
@@ -39,7 +40,7 @@ def forgetful_bias(b_r, rule):
     if rule[3] is None:
         b = tl.where(b_r < rule[0], float("-inf"), 0.0)
     else:
-        b = tl.maximum(-tl.log2(1.0 + tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E))), -rule[2])
+        b = tl.maximum(-log2(1.0 + tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E))), -rule[2])
     return b
 
 
@@ -57,7 +58,7 @@ def held_share(b_r, rule):
     if rule[3] is None:
         b = tl.where(b_r < rule[0], 0.0, 1.0)
     else:
-        b = 1.0 / (1.0 + tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E)))
+        b = reciprocal(1.0 + tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E)))
     return b
 
 
@@ -67,7 +68,7 @@ def bias_slope(b_r, rule):
     b = b_r * 0.0
     if rule[3] is not None:
         b_u = tl.exp2((rule[0] - b_r) * (rule[3] * TL_LOG2E))
-        b = tl.where(tl.log2(1.0 + b_u) <= rule[2], rule[3] * (b_u / (1.0 + b_u)), 0.0)
+        b = tl.where(log2(1.0 + b_u) <= rule[2], rule[3] * (b_u * reciprocal(1.0 + b_u)), 0.0)
     return b
 
 
@@ -81,4 +82,4 @@ def retention_slope(b_r, b_age, rule, KIND: tl.constexpr):
 @triton.jit
 def fade_share(b_age):
     """The derivative by fade over that by base, -log(1 + age); written so that compilers do not keep it from r on."""
-    return (1.0 - tl.log2(2.0 + 2.0 * tl.maximum(b_age, 0.0))) / TL_LOG2E
+    return (1.0 - log2(2.0 + 2.0 * tl.maximum(b_age, 0.0))) * (1.0 / TL_LOG2E)
