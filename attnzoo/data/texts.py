@@ -99,13 +99,14 @@ def files_in(folder: Path, pattern: str = "*") -> list[Path]:
     Raises:
         PermissionError: a folder in it cannot be read.
     """
-    own = _own_folders(folder)
-    files = [file for file in folder.rglob(pattern) if file.is_file() and not any(up in own for up in file.parents)]
+    paths, own = _walked(folder)
+    matching = paths if pattern == "*" else folder.rglob(pattern)
+    files = [path for path in matching if path.is_file() and own.keys().isdisjoint(path.parents)]
     written = {file: kind for file in files if (kind := kind_of_file(file))}
     if own or written:
         found = [f"{str(path.relative_to(folder))!r} ({kind})" for path, kind in sorted({**own, **written}.items())]
         logger.warning("left out of the texts in %r, as attnzoo has written it: %s", str(folder), _first_of(found))
-    links = sorted(path for path in folder.rglob("[!.]*") if path.is_symlink() and not path.is_file())
+    links = sorted(path for path in paths if path.name[0] != "." and path.is_symlink() and not path.is_file())
     if links:
         found = [repr(str(path.relative_to(folder))) for path in links]
         text = "left out of the texts in %r, as links to folders or to nothing are not followed: %s"
@@ -117,23 +118,28 @@ def _first_of(found: list[str]) -> str:
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
-def _own_folders(folder: Path) -> dict[Path, str]:
-    """The folders inside ``folder`` that attnzoo has written, each with its kind.
+def _walked(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """What lies in ``folder`` at any depth, and the folders among it that attnzoo has written, each with its kind.
 
     Raises:
-        OSError: a folder cannot be read, which Path.rglob would silently skip; the error has its name.
+        OSError: a folder cannot be read, which is neither hidden nor in one of the latter; the error has its name.
     """
 
-    def refuse(error: OSError) -> None:
-        raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
+    def counts(place: Path) -> bool:
+        hidden = any(part.startswith(".") for part in place.relative_to(folder).parts)
+        return not hidden and own.keys().isdisjoint(place.parents)
 
-    own: dict[Path, str] = {}
+    def refuse(error: OSError) -> None:
+        if counts(Path(error.filename)):
+            raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
+
+    paths, own = list[Path](), dict[Path, str]()
     for place, inside, files in os.walk(folder, onerror=refuse):
-        kind = kind_of_folder(Path(place), {*inside, *files}) if Path(place) != folder else ""
-        if kind:
-            own[Path(place)] = kind
-        inside[:] = [] if kind else [name for name in inside if not name.startswith(".")]
-    return own
+        at = Path(place)
+        paths += [at / name for name in (*inside, *files)]
+        if at != folder and counts(at) and (kind := kind_of_folder(at, {*inside, *files})):
+            own[at] = kind
+    return paths, own
 
 
 def _hash(name: str) -> float:

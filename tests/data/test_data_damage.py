@@ -9,6 +9,7 @@ import pytest
 from attnzoo import files
 from attnzoo.config import DataConfig
 from attnzoo.data import build_data
+from attnzoo.data.texts import files_in
 
 LONG = 1_200_000
 
@@ -113,6 +114,23 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     refused.append("closed")
     with pytest.raises(PermissionError, match=r"this folder of the data cannot be read.*closed"):
         build_data(config)
+
+
+def test_a_folder_of_texts_is_walked_once(tmp_path, monkeypatch, caplog):
+    """Hidden folders and those of attnzoo too, for the links in them that are not followed."""
+    for name in ("deep/er", ".hidden", "run/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file.txt").write_text("some text")
+        (tmp_path / name / "link").symlink_to(tmp_path)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    scandir, read = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path=".": read.append(str(path)) or scandir(path))
+    found = files_in(tmp_path)
+    assert sorted(read) == sorted(map(str, (tmp_path, *(path for path in tmp_path.rglob("[!l]*") if path.is_dir()))))
+    assert sorted(found) == [tmp_path / ".hidden" / "file.txt", tmp_path / "deep" / "er" / "file.txt"]
+    written, links = caplog.messages
+    assert written.endswith("'run' (a run)")
+    assert links.endswith("'.hidden/link', 'deep/er/link', 'run/checkpoints/link'")
 
 
 @pytest.mark.parametrize("bad", [1000, 65535, -1])
