@@ -82,10 +82,11 @@ def on_tokens() -> list[str]:
 
 
 def pairs_by_size() -> Figure:
-    """A panel for each such size of the pairs, with axes of its own and the papers' gates; circles are pairs of one
-    part."""
+    """A panel for each such size at which all pairs were trained, with axes of its own and the papers' gates; circles
+    are pairs of one part."""
     [asked, _] = [each.claim for each in find("pairs").expectations if isinstance(each.claim, Correlated)]
     outcomes = sorted((outcome("pairs", size) for size in on_tokens()), key=_weights)
+    outcomes = [found for found in outcomes if all(map(found.of, (arm for pair in asked.pairs for arm in pair)))]
     between = 2 * BETWEEN  # numbers of the next panel's axis
     side = (WIDTH - LEFT - between * len(outcomes)) / len(outcomes)
     height, handles = BELOW + side + ABOVE, dict[str, Line2D]()
@@ -94,10 +95,9 @@ def pairs_by_size() -> Figure:
         box = ((LEFT + number * (side + between)) / WIDTH, BELOW / height, side / WIDTH, side / height)
         axes = figure.add_axes(box)
         for n, pair in enumerate(asked.pairs):
-            if all(map(found.of, pair)):
-                gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
-                dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
-                handles.setdefault(" | ".join(pair), dot)
+            gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
+            dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
+            handles.setdefault(" | ".join(pair), dot)
         r, p = quoted.gains(found.size, "pairs")
         axes.set_title(
             f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK

@@ -101,6 +101,14 @@ def mean(experiment: str, size: str, arm: str, probe: str = "loss", at: float | 
     return float(np.mean(seeds(experiment, size, arm, probe, at)))
 
 
+def after_training(experiment: str, size: str, arm: str, seed: int) -> tuple[float, float, float]:
+    """The held-out loss of a run in the compiled code of its training, how far it is above that of the probe, and the
+    mean training loss of the last 40 logged steps."""
+    [run] = [run for run in outcome(experiment, size).runs if (run.arm, run.seed) == (arm, seed)]
+    [probed] = run.values["loss"].values()
+    return run.validation, run.validation - probed, float(np.mean([loss for _, loss in run.curve[-40:]]))
+
+
 def verdict(experiment: str, size: str, number: int) -> str:
     """The numbers behind an expectation's verdict, the first being number 0."""
     return outcome(experiment, size).verdicts(find(experiment))[number][1].why
@@ -111,25 +119,11 @@ def stated(experiment: str, size: str, number: int, at: int = -1) -> float:
     return float(re.findall(r"p = (?:below )?([\d.e-]+\d)", verdict(experiment, size, number))[at])
 
 
-def gains(
-    size: str, experiment: str = "factorial", number: int = 0, alone: bool = False, whole_at: str = ""
-) -> tuple[float, float]:
-    """The correlation of an experiment's gains, and its p by relabelled parts; of pairs of one part ``alone``, or of
-    those only of which another size has both sides, too."""
+def gains(size: str, experiment: str = "factorial", number: int = 0, alone: bool = False) -> tuple[float, float]:
+    """The correlation of an experiment's gains, and its p by relabelled parts; of pairs of one part ``alone``."""
     claim, one, other = _gains(size, experiment, number)
-    there = _gains(whole_at or size, experiment, number)[0].pairs
-    chosen = [n for n, parts in enumerate(claim.parts) if claim.pairs[n] in there and (not alone or len(parts) == 1)]
+    chosen = [n for n, parts in enumerate(claim.parts) if not alone or len(parts) == 1]
     return correlation(one[chosen], other[chosen], [claim.parts[n] for n in chosen])
-
-
-def gains_if(size: str, experiment: str, recurrence: str, gain: float) -> tuple[float, float]:
-    """The correlation of an experiment's gains with one pair more, if that recurrence's dual had gained so much, and
-    its p."""
-    claim, one, other = _gains(size, experiment, 0)
-    gained = mean(experiment, size, claim.bases[0], claim.probe) - mean(experiment, size, recurrence, claim.probe)
-    asked = _correlated(experiment)[0]
-    [more] = [parts for pair, parts in zip(asked.pairs, asked.parts, strict=True) if pair[0] == recurrence]
-    return correlation(np.array([*one, gained]), np.array([*other, gain]), [*claim.parts, more])
 
 
 def without(size: str, recurrence: str, experiment: str = "factorial", number: int = 0) -> float:
@@ -235,10 +229,9 @@ def gain_by_size(experiment: str, sizes: tuple[str, ...], arm: str, at: int) -> 
 def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Million tokens read, and what the first seed of each arm of `pairs` at gpu-10m has then gained in training loss
     over its base's, in means of four logged steps, which read the same text."""
-    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-10m-stopped.json").read_text(encoding="utf-8"))
     first = [run for run in outcome("pairs", "gpu-10m").runs if run.seed == 0]
     step = first[0].curve[0][0]
-    losses = stopped | {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
+    losses = {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
     claim, found = _correlated("pairs")[0], {}
     for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
         if arm in losses:
@@ -252,18 +245,15 @@ def gained_after(arm: str, million: float) -> float:
     """What an arm of `pairs` at gpu-10m has gained in training loss over its base after so many million tokens."""
     tokens, gains = while_training()[arm]
     if million > tokens[-1] + 1:
-        raise ValueError(f"million: expected {tokens[-1]:.0f} or less, where {arm} was stopped, got {million:g}")
+        raise ValueError(f"million: expected {tokens[-1]:.0f} or less, where training ended, got {million:g}")
     return float(gains[np.abs(tokens - million).argmin()])
 
 
-def gains_after(million: float, whole: bool = False) -> tuple[float, float]:
-    """The correlation of such gains of the pairs of which both sides were trained so far, or ``whole``, to the end,
-    and its p."""
-    claim, found = _gains("gpu-10m", "pairs", 0)[0] if whole else _correlated("pairs")[0], while_training()
-    far = [arm for arm, (tokens, _) in found.items() if tokens[-1] + 1 >= million]
-    there = [n for n, pair in enumerate(claim.pairs) if all(arm in far for arm in pair)]
-    one, other = np.array([[gained_after(arm, million) for arm in claim.pairs[n]] for n in there]).T
-    return correlation(one, other, [claim.parts[n] for n in there])
+def gains_after(million: float) -> tuple[float, float]:
+    """The correlation of such gains, and its p."""
+    claim = _correlated("pairs")[0]
+    one, other = np.array([[gained_after(arm, million) for arm in pair] for pair in claim.pairs]).T
+    return correlation(one, other, claim.parts)
 
 
 def interval(size: str, experiment: str, number: int) -> tuple[float, float]:
@@ -342,7 +332,7 @@ NAMES = {
     each.__name__: each for each in (
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
-        step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_if, gains_of_seeds, among,
+        step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_of_seeds, after_training, among,
         alike_but,
     )
 }  # fmt: skip

@@ -60,6 +60,7 @@ TABLES = {  # by page and the words of their markers
         "pairs": both_sides.pairs_table,
         "smaller pairs": partial(both_sides.pairs_table, "gpu-1m"),
         "larger pairs": partial(both_sides.pairs_table, "gpu-10m"),
+        "largest pairs": partial(both_sides.pairs_table, "gpu-25m"),
         "native pairs": partial(both_sides.pairs_table, name="pairs_native"),
     },
     RESULTS / "forgetting.md": {"parts": held.parts, "cost of a token": held.costs, "long texts": held.long_texts}

@@ -164,7 +164,8 @@ def test_command_of_a_recorded_result_makes_its_runs(name):
         arm, size = experiment.arms[0], experiment.sizes[measured.size]
         overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
         plan = Schedule(name, measured.size, Path(), 3, overrides, device_of(measured.size))
-        now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
+        taken = [run.lr for run in outcome.runs if run.arm == arm.name and "--rates" in outcome.command]
+        now = plan.config(experiment, arm, (taken or arm.lrs or size.lrs)[0], 0)
         assert load_config(yaml.safe_load(outcome.settings)) == now
         there = [found for found in experiment.arms if found.name not in measured.lacks]
         if "--rates" in outcome.command:  # nothing is searched

@@ -85,5 +85,13 @@ EXPERIMENT = Experiment(
             " Transformer (Pro) 2.30). Beyond the training context the Transformer adds 0.4 to 0.6 nats in either "
             "block, DeltaNet 0.01 to 0.02, all others nothing.",
         ),
+        Measured(
+            "gpu", "2026-11-30", "one of four NVIDIA H200, 8 runs at a time", "2026-11-30-fox_far-gpu.json",
+            "13 million tokens teach nobody to find a needle, either, and the loss of all models falls alike along the "
+            "context: nothing is decided. What they learn from what is near, Samba and Mamba-2 learn soonest (3.85 and "
+            "3.96 nats; FoX 4.38, Transformer (Pro) 4.95), and a window costs the Transformer nothing in the Pro block "
+            "(4.93). Beyond the training context the Transformer adds 0.03 to 0.09 nats in either block, all others "
+            "0.004 at most.",
+        ),
     ),
 )  # fmt: skip
