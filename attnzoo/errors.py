@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,22 @@ def check_kinds(
 
 class UnavailableError(RuntimeError):
     """A form, device or plugin that was asked for by name is not available here."""
+
+
+class NotFiniteError(FloatingPointError):
+    """The logits after the prompts of some sequences are infinite or no numbers.
+
+    Args:
+        sequences: their numbers.
+    """
+
+    def __init__(self, sequences: Sequence[int]):
+        these = ", ".join(map(str, sequences))
+        super().__init__(
+            f"logits: expected finite numbers after the prompt, got inf or nan in sequence {these}: a weight is one of "
+            "them, or too large for its dtype"
+        )
+        self.sequences = sequences
 
 
 class UnknownKeyError(ValueError, KeyError):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import check_kinds, check_least
+from attnzoo.errors import NotFiniteError, check_kinds, check_least
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.cache import AllOrNone, LayerCache, share_budget
 from attnzoo.layer.gates.hgrn2 import lower_bounds
@@ -354,6 +354,7 @@ class LanguageModel(nn.Module):
 
         Raises:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, or a number out of its range.
+            NotFiniteError: the logits after a prompt are not finite; later ones are not looked at.
         """
         self.check_tokens("input_ids", input_ids)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
@@ -367,6 +368,8 @@ class LanguageModel(nn.Module):
             cache, step, tokens = self.new_cache(evict, budget), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self.logits(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
+                if step is input_ids and (broken := (~logits.isfinite().all(-1)).nonzero().flatten().tolist()):
+                    raise NotFiniteError(broken)
                 step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
         return torch.cat(tokens, dim=1)

@@ -7,6 +7,7 @@ import torch
 from generated import LAYERS, LENGTHS, alone, build
 from torch._dynamo.utils import counters
 
+from attnzoo.errors import NotFiniteError
 from attnzoo.models import Generator
 from attnzoo.models.generation.sampling import FILTERED, Samplers, Sampling, uniform
 
@@ -218,6 +219,25 @@ def test_a_stop_token_ends_its_sequence_alone(prompts):
         end = tokens.index(stop) + 1 if stop in tokens else 12
         assert found[number] == tokens[:end]
         assert generator.requests[number].done
+
+
+@pytest.mark.parametrize("new", [1, 6])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_sequence_whose_logits_are_not_finite_ends_with_an_error_and_the_others_go_on(every, new, prompts):
+    model = build()
+    wholes = [alone(model, prompt, 6) for prompt in prompts[:2]]
+    odd = min({*range(model.config.vocab_size)}.difference(*wholes, *(prompt.tolist() for prompt in prompts[:2])))
+    with torch.no_grad():
+        model.embedding.weight[odd] = torch.nan
+    generator = Generator(model, 2, 32, check_every=every)
+    first = generator.add(prompts[0], 6, temperature=0)
+    broken = generator.add([odd, *prompts[0].tolist()], new, temperature=0)
+    second = generator.add(prompts[1], 6, temperature=0)  # in the row that the broken one leaves
+    with pytest.raises(NotFiniteError, match=f"sequence {broken}: a weight is one of them") as refused:
+        generator.run()
+    assert refused.value.sequences == [broken]
+    assert (generator.requests[broken].done, generator.requests[broken].tokens) == (True, [])
+    assert generator.run() == {first: wholes[0], second: wholes[1]}
 
 
 def test_tokens_are_looked_at_every_few_steps_alone(prompts):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
+from attnzoo.errors import NotFiniteError
 from attnzoo.layer.weight_decay import spared
 from attnzoo.models import LanguageModel
 from attnzoo.precision import GateAffine, PreciseModule
@@ -228,6 +229,19 @@ def test_sampling_repeats_with_its_generator_and_keeps_to_the_top_k(tokens):
     greedy = model.generate(tokens, 8, temperature=0)
     assert model.generate(tokens, 8, top_k=1).tolist() == greedy.tolist()
     assert model.generate(tokens, 8, top_k=40).tolist() != greedy.tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_prompts_after_which_no_logit_is_finite_are_named(value, tokens):
+    model, tokens = build(), tokens.clone()
+    tokens[:, 0], tokens[1, 0] = 5, 6
+    tokens[:, 1:] = tokens[:, 1:].where(tokens[:, 1:] != 6, 5)
+    with torch.no_grad():
+        model.embedding.weight[6] = value
+    for settings in ({"temperature": 0}, {}, {"top_k": 3}):
+        with pytest.raises(NotFiniteError, match="^logits: expected finite numbers after the prompt, .* sequence 1: "):
+            model.generate(tokens, 3, **settings)
+    assert model.generate(tokens, 0).shape == tokens.shape
 
 
 def test_tied_embeddings_are_one_parameter():

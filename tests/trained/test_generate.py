@@ -20,7 +20,7 @@ from attnzoo.data import decode, encode
 from attnzoo.data.bpe import END
 from attnzoo.data.tokenizer import byte_tokenizer, byte_tokens, text_of_bytes
 from attnzoo.data.unfolding import Unfolding
-from attnzoo.errors import UnavailableError
+from attnzoo.errors import NotFiniteError, UnavailableError
 from attnzoo.models import Generator
 from attnzoo.trained import exchange
 from attnzoo.trained.continuation import Continuation, draft_of, load_text_model
@@ -300,6 +300,15 @@ def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):
         ran(half, *options)
     with pytest.raises(ValueError, match="budget: expected None .a budget is for layers with forget=...., got 5"):
         ran(run, *options, "--budget", 5)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.9}])
+def test_weights_that_are_no_numbers_are_an_error_and_no_text(sampling, run):
+    loaded = load_text_model(run, "cpu")
+    with torch.no_grad():
+        loaded.model.norm.weight[3] = torch.nan
+    with pytest.raises(NotFiniteError, match="logits: expected finite numbers after the prompt, got inf or nan"):
+        next(iter(Continuation(loaded, PROMPT, 9, sampling=sampling)))
 
 
 def test_what_cannot_be_continued_is_refused_by_name(run, tmp_path):

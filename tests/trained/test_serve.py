@@ -272,6 +272,21 @@ def test_a_sequence_without_memory_ends_alone(client, loaded, generator, monkeyp
     assert client.ask("/v1/completions", asked("one"))[1]["choices"][0]["text"] == greedy(loaded, "one", 12)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_after_which_no_logit_is_finite_fails_alone(stream, client, loaded, monkeypatch):
+    logits, given = loaded.model.logits, []
+
+    def first_is_broken(x):
+        given.append(x)
+        return logits(x) / (len(given) > 1)
+
+    monkeypatch.setattr(loaded.model, "logits", first_is_broken)
+    status, answer = client.ask("/v1/completions", asked("one", stream=stream))
+    assert status == 503
+    assert answer["error"]["message"].startswith("logits: expected finite numbers after the prompt, got inf or nan")
+    assert client.ask("/v1/completions", asked("one"))[1]["choices"][0]["text"] == greedy(loaded, "one", 12)
+
+
 def test_a_generator_that_fails_is_told_to_all_who_ask(loaded, monkeypatch):
     async def ask(worker):
         wanted = [WantedText(encode(prompt), 4, Sampling(0.0), ()) for prompt in PROMPTS]

@@ -78,6 +78,7 @@ class Batch:
     Attributes:
         rows: the rows' lengths, and which hold a sequence.
         tokens: the last token of each row, ``[B]`` int64, which is not in the caches yet.
+        broken: -1 for a row whose logits after the prompt are not finite, else 0, ``[B]`` int64.
         proposals: the proposed tokens that a step of several tokens checks.
         draft: the batch of a recurrence that proposes tokens of the same rows, as a part of their steps; see
             :meth:`follow`.
@@ -102,6 +103,7 @@ class Batch:
         layers = self._layers(size, max_tokens)
         self.rows = BatchRows.idle(size, self.device, eight_bits)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self.broken = torch.zeros_like(self.tokens)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
         self.caches = [FixedCache.of(layer, one, self.rows, max_tokens) for layer, one in layers]
         self.torn, self.max_tokens = False, max_tokens
@@ -160,9 +162,11 @@ class Batch:
             if isinstance(request.start, Tensor):
                 cache, logits = request.reading.cache, self.model.logits(request.reading.last)
                 self.tokens[row : row + 1] = self.samplers.at(row).draw(logits, request.sampling.needs)
+                self.broken[row] = logits.isfinite().all().long() - 1
             else:
                 assert request.start is not None
                 cache, self.tokens[row] = request.start
+                self.broken[row] = 0
             if request.reading is not None and request.reading.start is not None:
                 request.reading.start.share(row, request.found)
             for fixed, filled in zip(self.caches, cache, strict=True):

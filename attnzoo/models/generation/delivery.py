@@ -34,8 +34,8 @@ class Delivery:
         return bool(self.drawn or self.sent)
 
     def add(self, tokens: Tensor, rows: Rows) -> None:
-        """The tokens ``[B]`` of a step, which later steps may overwrite, where ``rows`` drew."""
-        self.drawn.append((tokens.clone(), rows))
+        """The tokens ``[B]`` of a step, in memory of their own, where ``rows`` drew."""
+        self.drawn.append((tokens, rows))
 
     def receive(self, behind: bool) -> Iterator[tuple[int, Request, int]]:
         """Row, sequence and token of all that was drawn, in order; with ``behind``, but for the last copy begun."""

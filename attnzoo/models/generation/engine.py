@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.errors import check_kinds, check_least
+from attnzoo.errors import NotFiniteError, check_kinds, check_least
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
@@ -251,6 +251,7 @@ class Generator:
             TypeError, ValueError: proposed tokens that are none, or beyond the vocabulary; see :meth:`admit` too.
             MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
                 come back from the host are brought within it: no further step can follow.
+            NotFiniteError: the logits after the prompt of a sequence are not finite. It has ended, the others go on.
             RuntimeError: an earlier step failed within.
         """
         self._step(draft)
@@ -332,7 +333,7 @@ class Generator:
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
         """Note the tokens that ``running`` rows have drawn; rows that may draw no more leave."""
-        self._delivery.add(self.batch.tokens, running)
+        self._delivery.add(self.batch.tokens | self.batch.broken, running)
         for row, request in running:
             request.left -= 1
             if not request.left:
@@ -377,9 +378,15 @@ class Generator:
 
     def _fetch(self, behind: bool = False) -> None:
         """Hand out what was drawn; with ``behind``, but for the copy that was begun last."""
-        self._since = 0
-        for drawn in self._delivery.receive(behind):
-            self._hand_out(*drawn)
+        self._since, broken = 0, list[int]()
+        for row, request, token in self._delivery.receive(behind):
+            if token >= 0:
+                self._hand_out(row, request, token)
+            elif not request.done:
+                self.cancel(request.id)
+                broken.append(request.id)
+        if broken:
+            raise NotFiniteError(broken)
 
     def _hand_out(self, row: int, request: Request, token: int) -> None:
         """Add a token to its sequence; what was drawn after one that ends a sequence is none of it."""

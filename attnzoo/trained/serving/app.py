@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from attnzoo.errors import NotFiniteError
 from attnzoo.files import json_object
 from attnzoo.trained.serving.asked import CompletionRequest, FieldError, Reader
 from attnzoo.trained.serving.worker import Piece, Worker
@@ -78,7 +79,7 @@ class Answer:
                 last[piece.index] = piece
                 said = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
                 yield _event({**head, "choices": [_choice(piece.index, said, piece.finish)]})
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, NotFiniteError) as error:
             yield _event(_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
         if self.asked.usage:
             yield _event({**head, "choices": [], "usage": self.usage(last.values())})
@@ -204,7 +205,7 @@ def application(worker: Worker, reader: Reader) -> Starlette:
         yield
         worker.close()
 
-    kinds = (ValueError, ClientDisconnect, HTTPException, MemoryError, RuntimeError)
+    kinds = (ValueError, ClientDisconnect, HTTPException, MemoryError, RuntimeError, NotFiniteError)
     app = Starlette(
         routes=[Route(path, serve, methods=[method]) for path, (serve, method) in routes.items()],
         exception_handlers=dict.fromkeys(kinds, refused),

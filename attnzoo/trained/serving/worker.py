@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from attnzoo.data.unfolding import Unfolding
+from attnzoo.errors import NotFiniteError
 from attnzoo.models.generation.engine import Generator
 from attnzoo.models.generation.proposals import Draft
 from attnzoo.models.generation.sampling import Sampling
@@ -127,7 +128,7 @@ class Worker:
         except Exception as error:
             give(error)
 
-    def _cancel(self, numbers: list[int]) -> None:
+    def _cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             if self._live.pop(number, None) is not None:
                 self.generator.cancel(number)
@@ -169,6 +170,10 @@ class Worker:
             newest = max(running, key=lambda request: request.id) if running else self.generator.waiting[0]
             self._live[newest.id].give(error)
             return self._cancel([newest.id])
+        except NotFiniteError as error:
+            for number in error.sequences:
+                self._live[number].give(error)
+            return self._cancel(error.sequences)
         for number in known.keys() & self._live.keys():
             self._hand_on(number, self._live[number])
 
