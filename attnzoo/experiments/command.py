@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 import click
@@ -113,6 +112,7 @@ def run(
     from rich.console import Console
 
     from attnzoo.experiments.experiment import find, find_size
+    from attnzoo.experiments.kept import rates_of
     from attnzoo.experiments.outcome import load_outcome
     from attnzoo.experiments.plan import Schedule, device_of
     from attnzoo.experiments.run import run_experiment
@@ -133,10 +133,7 @@ def run(
     own = [word for file in files for word in ("--with", file)]
     command = shlex.join(["attnzoo", *own, "experiment", "run", name, *overrides, *asked])
     records = [load_outcome(path, "--resume-from") for path in resume_from]
-    given = [load_outcome(rates, "--rates")] if rates else records
-    searched = set() if rates else {(run.arm, run.lr) for record in records for run in record.tried}
-    tried = Counter(arm for arm, _ in searched)
-    chosen = {run.arm: run.lr for each in given for run in each.runs if tried[run.arm] < 2}
+    chosen = rates_of([load_outcome(rates, "--rates")], searched=False) if rates else rates_of(records)
     plan = Schedule(name, size, folder, seeds or found.seeds, overrides, device or device_of(size), chosen, claims)
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only, records)
 

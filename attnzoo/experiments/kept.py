@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -81,6 +82,18 @@ def further(losses: Mapping[float, float]) -> float | None:
     exponent = math.floor(math.log10(best))
     steps = [float(f"{digit}e{power}") for power in range(exponent - 1, exponent + 2) for digit in (1, 2, 5)]
     return min(x for x in steps if x > best * 1.001) if up else max(x for x in steps if x < best * 0.999)
+
+
+def rates_of(records: Sequence[Outcome], searched: bool = True) -> dict[str, float]:
+    """The learning rates of the runs in earlier results, by arm, of which a :class:`Schedule` searches none.
+
+    Args:
+        records: the results.
+        searched: whether arms for which they tried several rates are left out, since :func:`take` takes the tries, too.
+    """
+    tries = {(run.arm, run.lr) for record in records for run in record.tried} if searched else set()
+    tried = Counter(arm for arm, _ in tries)
+    return {run.arm: run.lr for record in records for run in record.runs if tried[run.arm] < 2}
 
 
 def take(plan: Schedule, experiment: Experiment, record: Outcome) -> None:

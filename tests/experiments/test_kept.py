@@ -75,6 +75,15 @@ def test_the_first_seed_beyond_those_planned_is_refused(plan, record):
         kept.take(plan, find(plan.name), replace(record, runs=(run(plan, ALONE, 0.1, 2),)))
 
 
+def test_rates_of_results_are_those_of_their_runs_but_for_arms_that_they_searched(record):
+    assert kept.rates_of([record]) == {ALONE: 0.1}
+    assert kept.rates_of([record], searched=False) == {"fox": 0.02, ALONE: 0.1}
+    parts = [replace(record, tried=record.tried[:1]), replace(record, tried=record.tried[1:2], runs=())]
+    assert kept.rates_of(parts[:1]) == {"fox": 0.02, ALONE: 0.1}
+    assert kept.rates_of(parts) == {ALONE: 0.1}
+    assert kept.rates_of([]) == {}
+
+
 def test_rates_that_are_given_are_those_of_every_arm_also_of_one_that_a_result_searched(plan, record, monkeypatch):
     save_outcome(record, Path("part.json"))
     given = []
