@@ -131,16 +131,25 @@ def with_claims(page: str) -> str:
 
 
 def without_a_gpu() -> str:
-    """A sentence that names the experiments, and the sizes of others, of which there is no record of a GPU."""
-    never, sizes = [], []
+    """A sentence that names the experiments, and the sizes of others, of which there is no record of a GPU, or one of
+    some models alone."""
+    never, sizes, parts = [], [], []
     for name in (name for experiments in QUESTIONS.values() for name in experiments):
-        known = {each.size for each in find(name).measured}
-        waiting = [size for size in find(name).sizes if size.startswith("gpu") and size not in known]
+        experiment = find(name)
+        known = {each.size for each in experiment.measured}
+        waiting = [size for size in experiment.sizes if size.startswith("gpu") and size not in known]
+        arms = len(experiment.arms)
+        parts += [
+            f"`{name}` at `{each.size}` ({arms - len(each.lacks)} of {arms} models)"
+            for each in experiment.measured
+            if each.size.startswith("gpu") and each.lacks
+        ]
         if not any(size.startswith("gpu") for size in known):
             never.append(f"`{name}`")
         elif waiting:
             sizes.append(f"`{name}` at {', '.join(f'`{size}`' for size in waiting)}")
-    return f"**Not yet run on a GPU**: {', '.join(never)}; of others the sizes {'; '.join(sizes)}."
+    others = f"of others the sizes {'; '.join(sizes)}. **In part**: {', '.join(parts)}."
+    return f"**Not yet run on a GPU**: {', '.join(never)}; {others}"
 
 
 def claims(experiments: tuple[str, ...]) -> str:

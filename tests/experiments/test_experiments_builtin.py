@@ -191,6 +191,19 @@ def test_page_of_results_has_every_claim_and_picture_of_the_records(monkeypatch)
                 assert f"| {expectation.text} | {expectation.source} | " in page
 
 
+def test_page_of_results_says_at_which_sizes_some_models_alone_were_run():
+    page = (RESULTS / "index.md").read_text()
+    (said,) = re.findall(r"^\*\*Not yet run on a GPU\*\*.*\*\*In part\*\*: (.*)\.$", page, re.MULTILINE)
+    told = {(name, size): (int(ran), int(of)) for name, size, ran, of in re.findall(
+        r"`(\w+)` at `([\w-]+)` \((\d+) of (\d+) models\)", said)}  # fmt: skip
+    for name in names():
+        experiment = find(name)
+        for each in (each for each in experiment.measured if each.size.startswith("gpu")):
+            ran = {run.arm for run in load_outcome(RESULTS / each.result).runs}.intersection(experiment.arm_names)
+            counts = len(ran), len(experiment.arms)
+            assert told.get((name, each.size), (counts[1],) * 2) == counts
+
+
 def test_every_picture_of_the_page_of_results_says_something_else():
     page = (RESULTS / "index.md").read_text()
     for found in (re.findall(rule, page, re.MULTILINE) for rule in (r"^\*(`.*`\. .*)\*$", r"^!\[(.*)\]\(")):
