@@ -1,4 +1,5 @@
-"""The student on the kernels of FoX, where the bias of a key depends on two numbers of the key and its age alone.
+"""The student on the kernels of FoX, and what it learns from the teacher on those of retention, where the bias of a key
+depends on two numbers of the key and its age alone.
 
 Retention that falls with age is its own running minimum, so that no scan along time is needed.
 """
@@ -19,11 +20,18 @@ from attnzoo.forms.backends.fox_path import on_packed
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.retention import Retention, Rule
+from attnzoo.kernels.retention.lesson import Lesson, has_kernel
 
 
 def fuses(forms: Any, options: Forgetting) -> bool:
     """Whether kernels compute a student of these forms: the network reads no pairs, and no token moves earlier keys."""
     return isinstance(forms, AdditiveForms) and "triton" in forms.forms and not options.of_pairs
+
+
+def teaches(options: Forgetting) -> bool:
+    """Whether kernels compute what a student that :func:`fuses` learns from its teacher: all but
+    ``pool="softmax"`` with a discount, and discounts below 1/2."""
+    return has_kernel(options.pool, options.discount)
 
 
 def retention_of_keys(keys: Tensor, options: Forgetting, temperature: float) -> Retention:
@@ -49,6 +57,37 @@ def fused_student(
     retention = retention_of_keys(keys, options, temperature)
     o: Tensor = forms.kernels["triton"].run(call.q, call.k, call.v, call.gate, given, retention=retention)
     return o
+
+
+def fused_teacher(
+    forms: AdditiveForms, call: Call, keys: Tensor, options: Forgetting, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The teacher's output ``[B, T, H, V]``, and the divergence of each key's retention from its targets, summed over
+    rows, ``[B, T, G]``.
+
+    Args:
+        forms, call, keys, options, temperature: as in :func:`fused_student`.
+    """
+    from attnzoo.kernels.fox import fox_attention
+    from attnzoo.kernels.retention import key_divergence
+
+    lesson, G = Lesson(options.pool, options.discount, options.normalize, options.divergence), keys.shape[1]
+
+    def taught(
+        q: Tensor, k: Tensor, v: Tensor, *, retention: Retention, return_lse: bool, receivers: Any = None, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Of the arguments of ``fox_attention``; no gradient asks for one that keeps digits, or for log-sum-exps."""
+        own = retention._replace(keys=retention.keys[:, :, :: retention.keys.shape[2] // G])
+        attended = fox_attention(q, k, v, return_lse=True, **named)
+        return attended[0], key_divergence(q, k, v, attended, own, lesson, **named)
+
+    given = SoftmaxOptions(**call.options)
+    q, k, v = (x.detach() for x in (call.q, call.k, call.v))
+    found: tuple[Tensor, Tensor] = forms.kernels["triton"].run(
+        q, k, v, call.gate.map(Tensor.detach), replace(given, sink=None if given.sink is None else given.sink.detach()),
+        retention=retention_of_keys(keys, options, temperature), function=taught,
+    )  # fmt: skip
+    return found
 
 
 def fused_kept(keys: Tensor, options: Forgetting, temperature: float, given: SoftmaxOptions) -> tuple[Tensor, Tensor]:

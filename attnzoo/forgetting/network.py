@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Evict, QueryBounds
 from attnzoo.algebra.values import as_given, records
 from attnzoo.forgetting.cache import ForgettingCache, Network, Policy
-from attnzoo.forgetting.fused import fused_kept, fused_student, fuses
+from attnzoo.forgetting.fused import fused_kept, fused_student, fused_teacher, fuses, teaches
 from attnzoo.forgetting.inplace import ForgettingMemory
 from attnzoo.forgetting.panels import Logits
 from attnzoo.forgetting.rules import Forgetting, blended, parse_budget
@@ -231,16 +231,22 @@ class ForgetNetwork(PreciseModule):
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         learns = self.training and torch.is_grad_enabled()
         distils = learns and self.distils
-        fused, taught = fused and not distils, None
-        if self.blend != 1 or not fused:
+        fused = fused and (not distils or teaches(self.options))
+        keys = taught = missed = lse = None
+        if fused:
+            check_softmax(options, call.q, call.gate)
+            keys = self._keys(call)
+        if keys is not None and distils:
+            taught, missed = fused_teacher(cast(Any, forms), call, keys, self.options, self.temperature)
+        elif self.blend != 1 or not fused:
             with torch.no_grad():
                 taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
-        if fused:
-            found = self._fused(cast(Any, forms), call, options, learns)
+        if keys is not None:
+            found = self._fused(cast(Any, forms), call, options, keys, missed, learns)
         else:
             with as_given(call.q):
                 found = forgetful_attention(
-                    Logits(forms, call.q, call.k, call.gate, options), call.v, lse,
+                    Logits(forms, call.q, call.k, call.gate, options), call.v, cast(Tensor, lse),
                     self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
                     teacher=taught if distils else None, sink=given.get("sink"),
                     shares=self.budget_shares(), losses=learns,
@@ -254,16 +260,20 @@ class ForgetNetwork(PreciseModule):
         with as_given(call.q):
             return self.of_keys(call.k, call.v)
 
-    def _fused(self, forms: AdditiveForms, call: Call, options: SoftmaxOptions, learns: bool) -> Forgotten:
-        """The student's output by kernels, and its losses but that of the teacher."""
-        check_softmax(options, call.q, call.gate)
-        keys, tau = self._keys(call), self.temperature
-        o = fused_student(forms, call, keys, self.options, tau)
+    def _fused(
+        self, forms: AdditiveForms, call: Call, options: SoftmaxOptions, keys: Tensor, missed: Tensor | None,
+        learns: bool,
+    ) -> Forgotten:  # fmt: skip
+        """The student's output and its losses by kernels; ``missed``: the divergences of its keys, or None."""
+        o = fused_student(forms, call, keys, self.options, self.temperature)
         if not learns:
             return Forgotten(o)
         with as_given(call.q):
-            kept, tokens = fused_kept(keys, self.options, tau, options)
-            return Forgotten(o, None, *kept_terms(kept, tokens, self.options, self.budget_shares()))
+            kept, tokens = fused_kept(keys, self.options, self.temperature, options)
+            if missed is not None:
+                pairs = (tokens - self.options.window).clamp(min=0).expand(kept.shape).sum()
+                missed = missed.sum() / pairs.clamp(min=1)
+            return Forgotten(o, missed, *kept_terms(kept, tokens, self.options, self.budget_shares()))
 
     def in_place(
         self, forms: FormSet, state: ForgettingCache, rows: BatchRows, tokens: int, device: torch.device | str

@@ -1,7 +1,8 @@
-"""How many keys rows still hold where retention says what they forget (One-Pass Forgetting)."""
+"""How many keys rows still hold where retention says what they forget, and what it learns (One-Pass Forgetting)."""
 
 from attnzoo.kernels.common.retention import Retention, Rule
 
-from .api import held_keys, triton_unavailable
+from .api import held_keys, key_divergence, triton_unavailable
+from .lesson import Lesson
 
-__all__ = ["Retention", "Rule", "held_keys", "triton_unavailable"]
+__all__ = ["Lesson", "Retention", "Rule", "held_keys", "key_divergence", "triton_unavailable"]

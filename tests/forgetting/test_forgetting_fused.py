@@ -23,8 +23,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(name, block=None, **options):
     """A layer on kernels in float32 and one by panels in float64, with the same weights."""
     made = [layer(name, block, **options, impl=impl).to(DEVICE) for impl in ("auto", "reference")]
-    if name == "fox":  # gates whose sums lose few digits in float32
-        made[0].gate.forget_proj.bias.data += 3.0
+    if name in ("fox", "fox_rope"):  # gates whose sums lose few digits in float32
+        gate = made[0].gate if name == "fox" else made[0].gate.members[1]
+        gate.forget_proj.bias.data += 3.0
     made[1].load_state_dict(made[0].float().state_dict())
     return made
 
@@ -86,7 +87,40 @@ def test_kernels_read_what_a_cache_keeps(name, network, call):
     assert_near(*steps)
 
 
-def test_a_target_of_retention_is_found_by_panels_beside_the_kernels_of_the_teacher():
-    made = both("fox", forgetting=Forgetting(window=3, width=8, temperature=6.0))
+@pytest.mark.parametrize(
+    ("name", "network", "call", "options", "target"),
+    [
+        ("fox", "key", "plain", {"sinks": True}, {}),
+        ("fox", "decay", "padded", {"window": 30}, {}),
+        ("alibi", "decay", "packed", {"window": 30}, {"normalize": "max", "divergence": "mse"}),
+        ("rope", "key", "padded", {}, {"discount": 0.9}),
+        ("fox_rope", "decay", "packed", {"acp": Prune(1e-5)}, {"pool": "max"}),
+        ("nope", "key", "padded", {"window": 30, "softcap": 3.0}, {"pool": "softmax"}),
+    ],
+)  # fmt: skip
+def test_kernels_teach_a_student_as_panels_do(name, network, call, options, target, monkeypatch):
+    """Phase 1: both outputs are blended, and the network learns from the teacher, in kernels alone."""
+    monkeypatch.setattr("attnzoo.forgetting.target.Goal.panel", None)
+    forgetting = Forgetting(network=network, window=3, width=8, temperature=6.0, budget=0.3, **target)
+    made = both(name, forgetting=forgetting, **options)
+    given = {n: t.to(DEVICE) for n, t in CALLS[call].items()}
+    found = []
+    for attn in made:
+        attn.forget.blend = 0.3
+        y, terms = attn(inputs(attn, 1, 90), **given), attn.forget.terms
+        named = dict(attn.named_parameters())
+        grads = torch.autograd.grad(y.sin().sum() + 9 * terms.distillation + terms.budget, [*named.values()],
+                                    allow_unused=True)  # fmt: skip
+        found.append({"y": y, "lesson": terms.distillation, "kept": terms.kept} | dict(zip(named, grads, strict=True)))
+        monkeypatch.undo()
+    for part, want in found[1].items():
+        assert (found[0][part] is None) == (want is None), part
+        if want is not None:
+            assert_near(found[0][part], want, part)
+
+
+@pytest.mark.parametrize("target", [{"pool": "softmax", "discount": 0.9}, {"discount": 0.4}])
+def test_what_no_kernel_teaches_is_found_by_panels(target):
+    made = both("fox", forgetting=Forgetting(window=3, width=8, temperature=6.0, **target))
     terms = [attn(inputs(attn, 1, 40)) is None or attn.forget.terms for attn in made]
     assert_near(terms[0].distillation, terms[1].distillation)

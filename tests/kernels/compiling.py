@@ -46,6 +46,7 @@ from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path import decode as path_cache
 from attnzoo.kernels.path.decode import path_extend
 from attnzoo.kernels.path.fits import too_small
+from attnzoo.kernels.retention import Lesson
 from attnzoo.kernels.retention import api as retention
 from attnzoo.kernels.rotation import api as rotation
 from attnzoo.kernels.wall import api as wall
@@ -246,6 +247,10 @@ def softmax_calls(dtype: torch.dtype, K: int) -> Iterator[tuple[str, Callable[[]
     keeps = Retention(wide(1, 512, 2, 2), Rule(64.0, 0.5, 30.0, 16))
     yield "fox shared keys", lambda: attend(x(1, 8192, 4, K), alone, alone, log_decay=wide(1, 8192, 4))
     yield "fox retention", lambda: attend(q, k, v, log_decay=full, retention=keeps)
+    taught = functools.partial(retention.key_divergence, q, k, v, (q, wide(1, 512, 4)), impl="triton")
+    yield "retention lesson", lambda: taught(keeps, Lesson(discount=0.99), log_decay=full, window=100)
+    rate = keeps._replace(keys=wide(1, 512, 2, 1))
+    yield "retention largest", lambda: taught(rate, Lesson("max", 1.0, "max", "mse"), log_decay=None)
     yield "fox narrow values", lambda: attend(q, k, narrow, log_decay=full)
     past = x(2, 1024, 2, K)
     yield "fox step", lambda: attend(x(2, 1, 4, K), past, past, log_decay=wide(2, 1024, 4))
@@ -367,6 +372,7 @@ def main() -> int:
         norms.api,
         path,
         path_cache,
+        retention,
         rotation,
         wall,
     ):

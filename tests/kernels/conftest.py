@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-NAMES = ("convolution", "decode", "fox", "linear", "norms", "path", "rotation", "wall")
+NAMES = ("convolution", "decode", "fox", "linear", "norms", "path", "retention", "rotation", "wall")
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{name}*.py" for name in NAMES]
 
 

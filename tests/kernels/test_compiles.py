@@ -23,6 +23,7 @@ CASES = (  # of each kind of GPU
     f"8.0:decode bf16 64 step:{in_long('tokens', '')}",
     "8.0:linear bf16 64 mamba2 (parts|step)",
     "8.0:path bf16 8 step",
+    f"8.0:retention bf16 64 {in_long('lesson', '')}:lesson",
     f"9.0:decode bf16 64 {in_long('path ', '(path )?')}rows",
     "9.0:fox bf16 128 gate$|path bf16 64 gate$:(?<!block_)(fwd|bwd)_hopper",
     "8.6:path bf16 128 heads$:carry_bwd",
@@ -43,6 +44,7 @@ PORTABLE = in_long(("fwd",), ("fwd", "dkdv"))
 WHOLE = (  # the kernels of PaTH in which ptxas 12.8 left out what sets a register, and the one with hardly any left
     f"9.0:path bf16 64 narrow:({'|'.join(PORTABLE)})_portable",
     "9.0:path bf16 64 gate$:block_fwd_hopper",
+    "9.0:retention bf16 64 lesson:lesson",
 )
 
 
@@ -71,7 +73,14 @@ def compiled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_machine_code_sets_what_it_reads(machine_code: list[dict[str, Any]]) -> None:
     """Also, products start together."""
     kernels = {row["kernel"] for row in machine_code}
-    assert kernels == {"path_block_fwd_hopper_kernel", *(f"path_{name}_portable_kernel" for name in PORTABLE)}
+    portable = {f"path_{name}_portable_kernel" for name in PORTABLE}
+    assert kernels == {"path_block_fwd_hopper_kernel", "retention_lesson_kernel", *portable}
+
+
+def test_what_keys_learn_stays_in_registers(machine_code: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
+    rows = [row for row in machine_code if row["kernel"] == "retention_lesson_kernel"]
+    assert [row["stack"] for row in rows] == [0, 0]  # of the units, and of what is learnt from them
+    assert {row["capability"] for row in compiled if row["kernel"] == "retention_lesson_kernel"} == {"8.0"}
 
 
 LISTING = """

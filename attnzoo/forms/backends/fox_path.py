@@ -53,22 +53,25 @@ def fox_kernel(forms: Additive) -> Kernel:
     """
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, retention: Retention | None = None
-    ) -> Output:
-        """The output of the fused kernel (``attnzoo.kernels.fox``), in the inputs' precision."""
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, retention: Retention | None = None,
+        function: Callable[..., Output] | None = None,
+    ) -> Output:  # fmt: skip
+        """The output of the fused kernel (``attnzoo.kernels.fox``), in the inputs' precision, or that of another
+        ``function`` of its arguments."""
         receivers = None
         if given.valid is None:
             q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
-        return attend(q, k, v, gate, None, given, receivers, retention)[0]
+        return attend(q, k, v, gate, None, given, receivers, retention, function)[0]
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
         receivers: tuple[Tensor, ...] | None = None, retention: Retention | None = None,
+        function: Callable[..., Output] | None = None,
     ) -> tuple[Output, KVCache]:  # fmt: skip
         """The output and the new cache; padded rows run packed from an empty state, or masked over a cache."""
         from attnzoo.kernels.fox.api import fox_attention
 
-        kernel: Callable[..., Output] = fox_attention
+        kernel: Callable[..., Output] = fox_attention if function is None else function
         _refuse_both(given)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)

@@ -1,0 +1,190 @@
+"""The divergence of retention from what later rows will need (``lesson.py``), and its gradient by key.
+
+A program owns a tile of keys and meets its tiles of rows from the last to the first: the utility of a key at a row is
+a sum over the rows from there on. Such a sum is kept as the logarithm of its weights and the mean that they weigh, for
+weights are powers of contributions, which float32 could not hold. A target needs the utilities of all keys of a row:
+one launch adds them up to each row's unit, the next one computes them again and learns. All logarithms are log2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnzoo.kernels.common.forgetful_bias import fade_share, load_retention
+from attnzoo.kernels.common.gate_bias import const_gate, gate_at, gates_from
+from attnzoo.kernels.common.gate_sums import maximum
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launched import launched
+from attnzoo.kernels.common.scores import scores
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
+
+NONE = tl.constexpr(-1e30)  # log of the weight of rows that are not there; infinities would make differences NaN
+LEAST = tl.constexpr(-126.0)  # log of the least contribution
+TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _join(b_w, b_u, b_w2, b_u2):
+    """Two logs of weights and the means that they weigh: the log of both weights, and the mean of all."""
+    b_d = b_w2 - b_w
+    b_e = tl.exp2(-tl.abs(b_d))
+    b_share = tl.where(b_d > 0.0, 1.0, b_e) / (1.0 + b_e)
+    return tl.maximum(b_w, b_w2) + tl.log2(1.0 + b_e), b_u + (b_u2 - b_u) * b_share
+
+
+@triton.jit
+def _log_contributions(b_k, p_q, p_k, p_lse, p_c, p_base, p_g, p_since, i_b, i_g, i, b_s, b_t, o_s, o_t, o_k, s, T,
+                       scale2, stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh,
+                       H: tl.constexpr, REP: tl.constexpr, KREP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                       KU: tl.constexpr, GATE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """log2 of the sum over the query heads of the squared weights of keys b_s at rows b_t. # [BS, BT]"""
+    b_x = tl.full([o_s.shape[0], o_t.shape[0]], NONE, tl.float32)
+    for i_r in range(REP):
+        i_h = (i_g * REP + i_r).to(tl.int64)
+        i_bh = i_b * H + i_h
+        p_qh = p_q + i_b * stride_qb + i_h * stride_qh + i.to(tl.int64) * stride_qt
+        b_q = load_tile(p_qh, o_t, o_k, stride_qt, T - i, K, BK, True)  # [BT, BK]
+        if KREP != REP:
+            p_kh = p_k + i_b * stride_kb + i_h // KREP * stride_kh + s.to(tl.int64) * stride_ks
+            b_k = load_tile(p_kh, o_s, o_k, stride_ks, T - s, K, BK, True)
+        b_y = scores(tl.dot(b_k, tl.trans(b_q), input_precision=PREC), scale2)  # [BS, BT]
+        b_y -= tl.load(p_lse + i_bh * T + b_t, mask=b_t < T, other=0.0)[None, :]
+        if GATE != 0:
+            n_u = tl.cdiv(T, KU)
+            p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
+            b_slope = tl.zeros([], tl.float32)
+            if GATE == 1:
+                b_slope = const_gate(p_g, i_h)
+            b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+            b_y += gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < T, GATE, KU)[:, None]
+            b_y -= gates_from(p_ch, p_baseh, b_slope, b_t, b_ref, b_t < T, GATE, KU)[None, :]
+            b_since = tl.load(p_since + i_b * stride_lb + i_h * stride_lh + b_t, mask=b_t < T, other=0)
+            b_y = tl.where(b_s[:, None] >= b_since[None, :], b_y, NONE)
+        b_y *= 2.0
+        b_x = b_y if REP == 1 else tl.maximum(b_x, b_y) + tl.log2(1.0 + tl.exp2(-tl.abs(b_x - b_y)))
+    return b_x
+
+
+@triton.jit
+def _learn(b_rho, b_base, b_fade, b_age, KIND: tl.constexpr, MSE: tl.constexpr):
+    """Divergence of retention from b_rho, and its derivative by a key's base or rate. # [BS, BT] each"""
+    if KIND == 2:
+        b_x = b_base - b_fade * tl.log2(1.0 + tl.maximum(b_age, 0.0))
+        b_e = tl.exp2(-tl.abs(b_x))
+        b_r = tl.where(b_x > 0.0, 1.0, b_e) / (1.0 + b_e)
+        b_slope = b_e / ((1.0 + b_e) * (1.0 + b_e)) if MSE else 1.0
+        b_log = tl.log2(1.0 + b_e)
+        b_kept, b_lost = tl.minimum(b_x, 0.0) - b_log, -tl.maximum(b_x, 0.0) - b_log
+    else:
+        b_n = tl.maximum(b_age, 1.0)
+        b_kept = -b_base * b_n
+        b_r = tl.exp2(b_kept)
+        b_y = b_kept / TL_LOG2E
+        b_near = -b_y * (1 + b_y * (1 / 2 + b_y * (1 / 6 + b_y * (1 / 24 + b_y * (1 / 120 + b_y / 720)))))
+        b_gone = tl.maximum(tl.where(b_y > -0.25, b_near, 1.0 - b_r), TINY)  # 1 - r, also where r is nearly 1
+        b_slope = -b_r * b_n if MSE else -b_n / b_gone
+        b_lost = tl.log2(b_gone)
+    b_d = b_r - b_rho
+    if MSE:
+        b_each, b_slope = b_d * b_d, 2.0 * b_d * b_slope
+    else:
+        b_no = 1.0 - b_rho
+        b_each = b_rho * (tl.log2(tl.maximum(b_rho, TINY)) - b_kept) + b_no * (tl.log2(tl.maximum(b_no, TINY)) - b_lost)
+        b_each, b_slope = b_each / TL_LOG2E, b_d * b_slope
+    return b_each, b_slope
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "n_own"])
+def retention_lesson_kernel(
+    p_q, p_k, p_lse, p_value, p_output, p_keep, p_stop, p_unit, p_loss, p_dkeep, p_c, p_base, p_g, p_since, T, n_own,
+    scale2, tau, fade, remembers,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh, stride_rb, stride_rs,
+    stride_rh,
+    H: tl.constexpr, REP: tl.constexpr, KREP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KU: tl.constexpr,
+    GATE: tl.constexpr, KIND: tl.constexpr, HAS_STOP: tl.constexpr, POOL: tl.constexpr, LARGEST: tl.constexpr,
+    MSE: tl.constexpr, LEARNS: tl.constexpr, PREC: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Units of rows, or what keys learn from them; a program has every n_own-th tile of a head's keys.
+
+    p_unit: [n_own, B, G, T] zeros, to which each program adds its keys' utilities, or the units [B, G, T] (LEARNS).
+    p_loss [B, T, G], p_dkeep [B, T, G, KIND]: divergence of each key, summed over rows, and its gradient.
+    tau: the temperature, in log2 units of a weight; fade: log2 of the discount.
+    """
+    G: tl.constexpr = H // REP
+    i_bg, i_p = head_and_tile(n_own)
+    n_bg = tl.num_programs(0) // n_own
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    p_keep += i_b * stride_rb + i_g.to(tl.int64) * stride_rh
+    p_value += i_bg.to(tl.int64) * T
+    p_output += i_bg.to(tl.int64) * T
+    p_unit += i_bg.to(tl.int64) * T if LEARNS else (i_p * n_bg + i_bg).to(tl.int64) * T
+    o_t, o_s, o_k = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK)
+    b_lag = o_t.to(tl.float32) * fade
+    for i_s in range(i_p, tl.cdiv(T, BS), n_own):
+        s = i_s * BS
+        b_s = s + o_s
+        b_value = tl.load(p_value + b_s, mask=b_s < T, other=0.0)
+        b_base, b_fade = load_retention(p_keep, b_s, T, stride_rs, KIND)
+        p_kh = p_k + i_b * stride_kb + (i_g * REP // KREP).to(tl.int64) * stride_kh + s.to(tl.int64) * stride_ks
+        b_k = load_tile(p_kh, o_s, o_k, stride_ks, T - s, K, BK, True)  # [BS, BK]
+        hi, b_stop = T, b_s * 0 + T
+        if HAS_STOP:
+            hi = tl.load(p_stop + tl.minimum(s + BS, T) - 1)
+            b_stop = tl.load(p_stop + b_s, mask=b_s < T, other=0)
+        b_w, b_u = tl.full([BS], NONE, tl.float32), tl.zeros([BS], tl.float32)  # of all rows from the next tile's on
+        b_loss, b_dbase, b_dfade = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
+        first, last = s // BT, (hi - 1) // BT
+        for i_n in range(last - first + 1):
+            i = (last - i_n) * BT
+            b_t = i + o_t
+            b_x = _log_contributions(
+                b_k, p_q, p_k, p_lse, p_c, p_base, p_g, p_since, i_b, i_g, i, b_s, b_t, o_s, o_t, o_k, s, T, scale2,
+                stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh, H, REP, KREP, K,
+                BK, KU, GATE, PREC)  # fmt: skip
+            b_output = tl.load(p_output + b_t, mask=b_t < T, other=0.0)
+            b_x = tl.maximum(b_x + b_value[:, None] - b_output[None, :], LEAST) + b_lag[None, :]
+            m = (b_s[:, None] <= b_t[None, :]) & (b_t[None, :] < b_stop[:, None])
+            m_end, m_begin = (o_t == BT - 1)[None, :], (o_t == 0)[None, :]
+            b_y = tl.where(m, tl.exp2(b_x), 0.0)
+            b_z = b_y * tau if POOL == 1 else b_x * tau
+            b_z = tl.where(m, b_z, NONE)
+            if POOL == 2:
+                b_z = tl.maximum(b_z, tl.where(m_end, b_w[:, None], NONE))
+                b_z = tl.associative_scan(b_z, 1, maximum, reverse=True)
+                b_y = tl.exp2(b_z)
+            else:  # the last row takes along what comes after it; joined as a vector, as exponentials are dear
+                b_z1, b_y1 = tl.sum(tl.where(m_end, b_z, 0.0), 1), tl.sum(tl.where(m_end, b_y, 0.0), 1)
+                b_w, b_u = _join(b_z1, b_y1, b_w, b_u)
+                b_z, b_y = tl.where(m_end, b_w[:, None], b_z), tl.where(m_end, b_u[:, None], b_y)
+                b_z, b_y = tl.associative_scan((b_z, b_y), 1, _join, reverse=True)
+            b_w = tl.sum(tl.where(m_begin, b_z, 0.0), 1) + (0.0 if POOL == 1 else BT * fade * tau)
+            b_u = tl.sum(tl.where(m_begin, b_y, 0.0), 1) * tl.exp2(BT * fade)
+            b_y *= tl.exp2(-b_lag)[None, :]
+            b_y = tl.where(m & (b_y > 2.8 * TINY), b_y, 0.0)  # the utility, 0 where all contributions are
+            if not LEARNS:
+                if LARGEST:
+                    tl.atomic_max(p_unit + b_t, tl.max(b_y, 0), mask=b_t < T, sem="relaxed")
+                else:
+                    tl.atomic_add(p_unit + b_t, tl.sum(b_y, 0), mask=b_t < T, sem="relaxed")
+            else:
+                b_unit = tl.load(p_unit + b_t, mask=b_t < T, other=0.0)[None, :]
+                if LARGEST:
+                    b_rho = tl.minimum(b_y / tl.maximum(b_unit, TINY), 1.0)
+                else:
+                    b_rho = b_y / tl.maximum(b_y + b_unit, TINY)
+                b_age = (b_t[None, :] - b_s[:, None]).to(tl.float32)
+                b_each, b_slope = _learn(b_rho, b_base[:, None], b_fade[:, None], b_age, KIND, MSE)
+                m &= b_age >= remembers
+                b_slope = tl.where(m, b_slope, 0.0)
+                b_loss += tl.sum(tl.where(m, b_each, 0.0), 1)
+                b_dbase += tl.sum(b_slope, 1)
+                if KIND == 2:
+                    b_dfade += tl.sum(b_slope * fade_share(b_age), 1)
+        if LEARNS:
+            p_at = (i_b * T + b_s) * G + i_g
+            tl.store(p_loss + p_at, b_loss, mask=b_s < T)
+            tl.store(p_dkeep + p_at * KIND, b_dbase, mask=b_s < T)
+            if KIND == 2:
+                tl.store(p_dkeep + p_at * KIND + 1, b_dfade, mask=b_s < T)
