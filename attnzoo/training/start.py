@@ -36,6 +36,8 @@ def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
     """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once.
 
     With ``anew`` (no checkpoint exists) a tokenizer that an earlier attempt left is set aside, as its data may differ.
+    Else it stays, and a line of the log says where that of the data is another by now. The fingerprint of the data, by
+    which a run knows its tokens again, has no part in it: that of every run so far was made of the tokens alone.
 
     Raises:
         FileExistsError: something else with that name is in the folder.
@@ -53,6 +55,8 @@ def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
         with whole_folder(kept) as part:
             for name, content in files.items():
                 (part / name).write_bytes(content)
+    elif files and (own := kept / TOKENIZER).is_file() and own.read_bytes() != files[TOKENIZER]:
+        logger.warning("%s of the data is not the one that this run began with, which stays: %s", TOKENIZER, kept)
 
 
 def _content(folder: Path) -> dict[str, bytes | None] | None:

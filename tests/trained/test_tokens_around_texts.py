@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny_runs import config_of
+from tiny_runs import config_of, said
 
 from attnzoo.data.tasks import Examples
 from attnzoo.evaluation.needle import text_needle
@@ -129,3 +129,22 @@ def test_a_run_that_begins_anew_keeps_no_other_tokenizer(tmp_path):
         kept = (run / "tokenizer" / "tokenizer.json").read_bytes()
         assert kept == (tmp_path / name / "tokenizer.json").read_bytes()
         shutil.rmtree(run / "checkpoints")
+
+
+def test_a_run_that_goes_on_says_that_the_tokenizer_of_its_data_is_another(tmp_path, caplog):
+    """Its tokens are the same, so it goes on, and keeps its own."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat . " * 60)
+    tokenize([tmp_path / "text.txt"], tmp_path / "data", tokenizer=folder_of(tmp_path / "own", "$A"))
+    model = f"model={{hidden_size: 32, intermediate_size: 32, num_layers: 1, num_heads: 2, vocab_size: {len(WORDS)}}}"
+    config = config_of(tmp_path, "run", f"data.source={tmp_path / 'data'}", "data.context_length=8", model)
+    run = train(config)
+    kept = (run / "tokenizer" / "tokenizer.json").read_bytes()
+    train(config)
+    assert not said(caplog)
+    changed = kept.replace(b'"cat"', b'"dog"')
+    (tmp_path / "data" / "tokenizer.json").write_bytes(changed)
+    train(config)
+    assert said(caplog) == [
+        f"tokenizer.json of the data is not the one that this run began with, which stays: {run / 'tokenizer'}"
+    ]
+    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == kept != changed
