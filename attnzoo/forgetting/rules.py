@@ -29,12 +29,12 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.kernels.common.retention import DEEPEST
 
 NETWORKS = ("key", "pair", "attention", "decay")
 POOLS = ("power", "softmax", "max")
 NORMALIZERS = ("mean", "max")
 DIVERGENCES = ("bernoulli", "mse")
-DEEPEST = 60.0  # exp(-60) is far above the smallest numbers of float32
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from attnzoo.kernels.common.scores import scores
 
 @triton.jit
 def row_bounds(p_since, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr,
-               KU: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr):  # fmt: skip
-    """Key tiles of a row block, as tile indices: the mask of since from lo, none from full, the causal one from mid.
+               KU: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, near=0):  # fmt: skip
+    """Key tiles of a row block, as tile indices: the mask of since from lo, none from full, the causal one from mid,
+    where keys may be less than ``near`` tokens old.
 
     Returns lo, full, mid and the number of tiles in the first and last ranges. (An index times BS is a position
     that the compiler knows to be aligned.)
@@ -26,7 +27,7 @@ def row_bounds(p_since, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.
         lo = tl.maximum(lo, tl.load(p_start + i_t * BT // RU) // BS)
     n_left = tl.cdiv(tl.maximum(since - lo * BS, 0), BS)
     full = lo + n_left
-    mid = tl.maximum(full, (p_first + 1) // BS)
+    mid = tl.maximum(full, (p_first + 1 - near) // BS)
     n_diag = tl.maximum(tl.cdiv(p_last + 1, BS) - mid, 0)
     return lo, full, mid, n_left, n_diag
 

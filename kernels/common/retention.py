@@ -19,6 +19,10 @@ from attnzoo.kernels.common.argument_checks import check_tensors
 from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.precision import wide_dtype
 
+DEEPEST = 60.0  # exp(-60) is far above the smallest numbers of float32, and exp(60) far below the largest
+
+HELD_NONE = 40 / LOG2E  # a key is no longer counted from a probability of 2^-40 on that it is held
+
 
 class Rule(NamedTuple):
     """From retention to a bias of logits.
@@ -26,7 +30,7 @@ class Rule(NamedTuple):
     Args:
         temperature: sharpness; infinite: keys whose retention is below the threshold are not seen, others as they are.
         threshold: the retention at which a key is half forgotten.
-        limit: no bias is below minus this.
+        limit: no bias is below minus this, at most ``DEEPEST``.
         remembers: the last tokens, the row itself among them, that are remembered whatever their retention.
     """
 
@@ -36,12 +40,24 @@ class Rule(NamedTuple):
     remembers: int
 
 
-def numbers_of(rule: Rule | None) -> tuple[float | None, ...] | None:
-    """The numbers of a rule in the order in which kernels read them (``forgetful_bias.py``)."""
+def numbers_of(rule: Rule | None, kind: int) -> tuple[float | None, ...] | None:
+    """The numbers of a rule in the order in which kernels read them (``forgetful_bias.py``), for ``kind`` numbers of
+    each key."""
     if rule is None:
         return None
-    temperature = None if math.isinf(rule.temperature) else float(rule.temperature)
-    return float(rule.threshold), float(rule.remembers), float(rule.limit) * LOG2E, temperature
+    (temperature, threshold, limit, remembers), sharp = rule, not math.isinf(rule.temperature)
+    lowest, least = (_fallen(threshold - x / temperature, kind) for x in (limit, HELD_NONE))
+    return (
+        float(threshold), float(remembers), float(limit) * LOG2E, float(temperature) if sharp else None,
+        math.exp(-limit), lowest, least,
+    )  # fmt: skip
+
+
+def _fallen(r: float, kind: int) -> float:
+    """``forgetful_bias.fallen`` of a retention, or a little more, where float32 is past it, too."""
+    if r <= 0:
+        return 1e20  # never
+    return (math.log2(1 / r - 1) if kind == 2 else -math.log2(r)) + 1e-3
 
 
 class Retention(NamedTuple):
@@ -94,7 +110,7 @@ def check_retention(retention: Retention | None, k: Tensor, valid: Tensor | None
     for name, right, expected, value in (
         ("temperature", temperature > 0, "a number above 0", temperature),
         ("threshold", 0 < threshold < 1, "a number in (0, 1)", threshold),
-        ("limit", limit > 0, "a number above 0", limit),
+        ("limit", 0 < limit <= DEEPEST, f"a number in (0, {DEEPEST:g}]", limit),
         ("remembers", remembers >= 1, "at least 1 (the row itself)", remembers),
     ):
         if not right:

@@ -53,8 +53,8 @@ def _forward(x: HeldForward) -> Held:
     held = x.keys.new_empty((B, T, G))
     with on_device_of(held):
         retention_held_kernel[_grid(x)](
-            x.keys, held if x.first is None else x.first, held, T, numbers_of(x.rule), *retention_strides(x.keys), G=G,
-            KIND=kind, HAS_FIRST=x.first is not None, BT=BT, BS=BS, num_warps=4,
+            x.keys, held if x.first is None else x.first, held, T, numbers_of(x.rule, kind), *retention_strides(x.keys),
+            G=G, KIND=kind, HAS_FIRST=x.first is not None, BT=BT, BS=BS, num_warps=4,
         )  # fmt: skip
     return Held(held)
 
@@ -65,8 +65,8 @@ def _backward(x: HeldBackward) -> HeldGradient:
     dkeys = keys.new_empty(keys.shape)
     with on_device_of(dkeys):
         retention_held_bwd_kernel[_grid(x.given)](
-            keys, dheld if stop is None else stop, dheld, dkeys, T, numbers_of(x.given.rule), *retention_strides(keys),
-            G=G, KIND=kind, HAS_STOP=stop is not None, BT=BT, BS=BS, num_warps=4,
+            keys, dheld if stop is None else stop, dheld, dkeys, T, numbers_of(x.given.rule, kind),
+            *retention_strides(keys), G=G, KIND=kind, HAS_STOP=stop is not None, BT=BT, BS=BS, num_warps=8,
         )  # fmt: skip
     return HeldGradient(dkeys)
 

@@ -93,6 +93,28 @@ def test_what_is_remembered_in_full_is_attention_as_it_is() -> None:
         assert torch.equal(found[name], want), name
 
 
+def soon_gone(case: Case, numbers: int) -> dict[str, Tensor]:
+    """Inputs whose keys are all half forgotten after some ten tokens and wholly after a hundred, but for a few in the
+    middle."""
+    x = drawn(case, torch.float32, numbers)
+    keys = x["retention"]
+    if numbers == 2:
+        x["retention"] = torch.stack([3 + keys[..., 0].sigmoid(), 1.2 + 0.3 * keys[..., 1]], -1)
+    else:
+        x["retention"] = 0.05 + keys
+    x["retention"][:, 64:100, :, 0] = 60.0 if numbers == 2 else 0.0
+    return x
+
+
+@pytest.mark.parametrize("rule", [SOFT, SHARP._replace(threshold=0.6), HARD], ids=str)
+@pytest.mark.parametrize("numbers", [1, 2])
+def test_what_is_forgotten_as_far_as_it_may_be_counts_as_its_definition_says(rule: Rule, numbers: int) -> None:
+    case = Case(B=2, T=270, S=300, H=4, G=2, gate="open")
+    x = soon_gone(case, numbers)
+    summed = ("dlog_decay", "dretention")
+    within_budget(case, x, run_kernel(rule, case, x), forgetting(fox_reference, rule), summed=summed)
+
+
 @pytest.mark.parametrize(("rule", "bound"), [(SHARP, "tail"), (HARD, "tail"), (SHARP, "paper")], ids=str)
 def test_pruned_rows_lose_at_most_eps_whatever_is_forgotten(rule: Rule, bound: str) -> None:
     """Near keys that a row would read, had it not forgotten them, hide how much it reads of the far ones that stay."""
@@ -135,6 +157,7 @@ def test_a_call_with_retention_compiles_as_one_graph() -> None:
         ({"retention": Retention(torch.zeros(1, 6, 1, 3), SOFT)}, r"got torch.float32 \(1, 6, 1, 3\)"),
         ({"retention": Retention(torch.zeros(1, 6, 1, 2).half(), SOFT)}, "got torch.float16"),
         ({"retention": Retention(torch.zeros(1, 6, 1, 2), SOFT._replace(threshold=1.0))}, r"threshold: .*\(0, 1\)"),
+        ({"retention": Retention(torch.zeros(1, 6, 1, 2), SOFT._replace(limit=61.0))}, r"limit: .*\(0, 60\], got 61"),
         ({"valid": torch.ones(1, 6, dtype=torch.bool)}, "valid: expected None with retention"),
     ],
     ids=str,
@@ -145,17 +168,20 @@ def test_wrong_retention_is_named(change: dict[str, Any], error: str) -> None:
         fox_attention(*(torch.zeros(1, 6, 1, 8) for _ in range(3)), **call)
 
 
+@pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize(
     ("numbers", "options"), [(2, {}), (1, {"window": 90}), (2, {"cu_seqlens": (0, 3, 3, 140, 150)})]
 )
-def test_rows_hold_as_many_keys_as_their_definition_says(numbers: int, options: dict[str, Any]) -> None:
-    case = Case(B=1 if "cu_seqlens" in options else 2, T=150, S=150, G=2, gate="none")
-    keys = drawn(case, torch.float32, numbers)["retention"].requires_grad_()
+def test_rows_hold_as_many_keys_as_their_definition_says(numbers: int, options: dict[str, Any], gone: bool) -> None:
+    T = 300 if gone and "cu_seqlens" not in options else 150
+    case = Case(B=1 if "cu_seqlens" in options else 2, T=T, S=T, G=2, gate="none")
+    rule = Rule(64.0, 0.6, 30.0, 5) if gone else SOFT
+    keys = (soon_gone(case, numbers) if gone else drawn(case, torch.float32, numbers))["retention"].requires_grad_()
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], device=DEVICE)}
     found = []
     for one, impl in ((keys, "triton"), (keys.detach().double().requires_grad_(), "reference")):
-        held = held_keys(Retention(one, SOFT), impl=impl, **options)  # type: ignore[arg-type]
+        held = held_keys(Retention(one, rule), impl=impl, **options)  # type: ignore[arg-type]
         found.append((held.detach(), *torch.autograd.grad((held / 10).sin().sum(), one)))
     for got, want in zip(*found, strict=True):
         assert float((got.double() - want).norm() / want.norm()) <= 3e-6

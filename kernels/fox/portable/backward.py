@@ -24,17 +24,20 @@ import torch
 import triton
 import triton.language as tl
 
+from attnzoo.kernels.common.approximate import log2
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.forgetful_bias import (
-    bias_slope,
-    fade_share,
     forgetful_bias,
+    kept_weight,
+    least_age,
     load_retention,
     retained,
     retention_slope,
     row_forgetful_bias,
+    tokens_to_fall,
 )
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import (
@@ -60,8 +63,8 @@ from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 
 @triton.jit
 def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
-             b_pos, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-             BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
+             b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr,
+             BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
              TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, stride_rs,
              rule):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
@@ -77,7 +80,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if KIND != 0:
-        b_y += row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
+        b_y += row_forgetful_bias(p_keep, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, MASK)
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
@@ -142,8 +145,9 @@ def fox_dq_portable_kernel(
     if HAS_SINCE:
         b_since = tl.load(p_since + b_pos, mask=m_t, other=0)
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
+    near = least_age(rule, KIND)
     lo, full, mid, n_left, n_diag = row_bounds(
-        p_since, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START
+        p_since, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START, near
     )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT], tl.float32)
@@ -151,16 +155,16 @@ def fox_dq_portable_kernel(
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
-                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, stride_rs,
+                              i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
+                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, stride_rs,
                               rule)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
-                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, stride_rs,
+                              i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
+                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, stride_rs,
                               rule)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
@@ -171,14 +175,16 @@ def fox_dq_portable_kernel(
 
 @triton.jit
 def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_q, p_do, p_rows, p_settled, p_since,
-               p_start, b_shift, i_b, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr,
-               V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr,
-               HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
-               UNROUNDED: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, rule):  # fmt: skip
+               p_start, b_shift, i_b, i, i_h, o_t, o_k, o_v, s, b_s, off, T, stride_qt, stride_dt, scale2,
+               K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr,
+               GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr,
+               PREC: tl.constexpr, UNROUNDED: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
+               rule):  # fmt: skip
     """dK, dV, column sums of dS, or of its lags if gates are constant, and the gradient of retention, from the row tile
     that starts at row i.
 
-    b_db, b_df: that gradient, of b_base and b_fade (``common/forgetful_bias.py``).
+    b_db, b_df: that gradient, of b_base and b_fade (``common/forgetful_bias.py``). With a rule and KIND 0 all biases
+    are the same, a part of b_shift.
     """
     if TMA:  # zeros past T and past the head dims
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
@@ -187,7 +193,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
         b_q = load_tile(p_q + i * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - i, K, BK, MASK)  # [BT, BK]
         b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)  # [BT, BV]
     b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
-    if GATE != 0:
+    if GATE != 0 or (KIND == 0 and rule is not None):
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
@@ -195,11 +201,15 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
     if GATE != 0:
         b_y += b_bias[:, None]
     if KIND != 0:
-        b_age = ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
-        b_r = retained(b_base[:, None], b_fade[:, None], b_age, rule, KIND)
-        b_y += forgetful_bias(b_r, rule)
-        b_slope = bias_slope(b_r, rule) * retention_slope(b_r, b_age, rule, KIND)
+        b_n = (off + i - s + o_t + 1).to(tl.float32)[None, :] - (b_s - s).to(tl.float32)[:, None]
+        b_r = retained(b_base[:, None], b_fade[:, None], b_n, rule, KIND, MASK)
+        if rule[3] is None:
+            b_y += forgetful_bias(b_r, rule)
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
+    if KIND != 0 and rule[3] is not None:
+        b_weight, b_slope = kept_weight(b_r, rule)
+        b_p *= b_weight
+        b_slope *= retention_slope(b_r, b_n, rule, KIND, MASK)
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
         if HAS_SINCE:
@@ -218,11 +228,11 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
         if GATE == 1:  # a constant gate counts once for each token of the lag
             b_dy *= ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
         b_dc += tl.sum(b_dy, 1)
-    if KIND != 0:
+    if KIND != 0 and rule[3] is not None:
         b_slope *= b_ds
         b_db += tl.sum(b_slope, 1)
         if KIND == 2:
-            b_df += tl.sum(b_slope * fade_share(b_age), 1)
+            b_df -= tl.sum(b_slope * log2(tl.maximum(b_n, 1.0) if MASK else b_n), 1)
     b_dsh = product_gradient(b_ds, b_x, scale2).to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
     return b_dk, b_dv, b_dc, b_db, b_df
@@ -270,7 +280,12 @@ def fox_dkdv_portable_kernel(
             p_keep + i_b * stride_rb + i_g.to(tl.int64) * stride_rh, b_s, S, stride_rs, KIND
         )
     i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
-    i_mid = tl.cdiv(tl.maximum(s + BS - 1 - off, 0), BT) * BT  # from here every row is past every key
+    i_mid = s + BS - 1 - off + least_age(rule, KIND)  # from here every row is past every key, and may forget it
+    i_mid = tl.cdiv(tl.maximum(i_mid, 0), BT) * BT
+    i_gone = T  # from here every key is forgotten as far as it may be
+    if KIND != 0:
+        i_gone = s + BS - 1 - off + tokens_to_fall(b_base, b_fade, b_s < S, rule[5], KIND)
+        i_gone = tl.cdiv(tl.maximum(i_gone, i_mid), BT) * BT
     for i_r in range(REP):
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
@@ -305,23 +320,33 @@ def fox_dkdv_portable_kernel(
             b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc, b_db, b_df = _dkdv_tile(
                 b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_qh, p_doh, p_rowsh, p_settledh,
-                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K,
-                V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, True, KIND, rule)  # fmt: skip
+                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, s, b_s, off, T, stride_qt, stride_dt, scale2,
+                K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, True, KIND, rule)  # fmt: skip
         b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
-        for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
+        for i in range(i_mid, tl.minimum(tl.minimum(i_mask, i_end), i_gone), BT):
             b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc, b_db, b_df = _dkdv_tile(
                 b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_qh, p_doh, p_rowsh, p_settledh,
-                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K,
-                V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False, KIND, rule)  # fmt: skip
+                p_sinceh, p_starth, b_shift, i_b32, i, i_h, o_t, o_k, o_v, s, b_s, off, T, stride_qt, stride_dt, scale2,
+                K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False, KIND, rule)  # fmt: skip
             b_shift = b_next
+        if KIND != 0 and rule[3] is not None:  # rows for which all keys are as far forgotten as they ever are
+            b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_gone, off, S, GATE, RU, KU)
+            for i in range(i_gone, tl.minimum(i_mask, i_end), BT):
+                b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
+                b_dk, b_dv, b_dc, b_db, b_df = _dkdv_tile(
+                    b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p_qh, p_doh, p_rowsh, p_settledh,
+                    p_sinceh, p_starth, b_shift - rule[2], i_b32, i, i_h, o_t, o_k, o_v, s, b_s, off, T, stride_qt,
+                    stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False, 0,
+                    rule)  # fmt: skip
+                b_shift = b_next
         if GATE != 0:
             tl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
     if KIND != 0:
         p_drt = p_dr + ((i_b * S + b_s) * G + i_g) * KIND
         tl.store(p_drt, b_db, mask=b_s < S)
         if KIND == 2:
-            tl.store(p_drt + 1, b_df, mask=b_s < S)
+            tl.store(p_drt + 1, b_df * (1.0 / TL_LOG2E), mask=b_s < S)
     m_s = (b_s < S)[:, None]
     p_dkt = p_dk + ((i_b * S + s64) * G + i_g) * K + o_s[:, None] * (G * K) + o_k[None, :]
     p_dvt = p_dv + ((i_b * S + s64) * G + i_g) * V + o_s[:, None] * (G * V) + o_v[None, :]
@@ -350,7 +375,7 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     gates = (c, base, lse if log_decay is None else log_decay)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(rows.first_visible))
     strides += retention_strides(retention)
-    p_keep, numbers = lse if retention is None else retention, numbers_of(rule)
+    p_keep, numbers = lse if retention is None else retention, numbers_of(rule, retention_kind(retention))
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
     row_delta_kernel[(B * H * (row_pairs.shape[2] // 64),)](
         o, do, lse, p_dlse, row_pairs, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3],

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.forgetful_bias import row_forgetful_bias
+from attnzoo.kernels.common.forgetful_bias import least_age, row_forgetful_bias
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
@@ -81,8 +81,9 @@ def fox_fwd_portable_kernel(
     if HAS_SINCE:
         b_since = tl.load(p_since + b_pos, mask=b_pos < S, other=0)
     n_u = tl.cdiv(T, RU)
+    near = least_age(rule, KIND)
     lo, full, mid, n_left, n_diag = row_bounds(
-        p_since, p_start + i_bh.to(tl.int64) * n_u, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START
+        p_since, p_start + i_bh.to(tl.int64) * n_u, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START, near
     )
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
@@ -104,7 +105,7 @@ def fox_fwd_portable_kernel(
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_more = None
         if KIND != 0:
-            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
+            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, True)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, True, b_more)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
@@ -119,7 +120,7 @@ def fox_fwd_portable_kernel(
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_more = None
         if KIND != 0:
-            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, S, stride_rs, rule, KIND)
+            b_more = row_forgetful_bias(p_keep, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, False)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, HAS_VALID, b_more)  # fmt: skip
         b_shift = b_next
@@ -155,15 +156,15 @@ def fox_forward(
     o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
     c, base, since, start = rows.pointers(lse)
     there = lse if valid is None else valid
-    tma = t.tma and can_describe(k, v)
+    tma, kind = t.tma and can_describe(k, v), retention_kind(retention)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, c, base, lse if log_decay is None else log_decay, since,
         start, lse if sink is None else sink, there, lse if retention is None else retention, T, S,
-        min(t.heads, B * H), options.scale2, numbers_of(rule), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        min(t.heads, B * H), options.scale2, numbers_of(rule, kind), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *row_strides(rows.first_visible), *valid_strides(valid), *retention_strides(retention), **given.dims,
         **rows.flags, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINK=sink is not None,
-        HAS_REST=o_rest is not None, HAS_VALID=valid is not None, KIND=retention_kind(retention), TMA=tma,
+        HAS_REST=o_rest is not None, HAS_VALID=valid is not None, KIND=kind, TMA=tma,
         PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse
