@@ -145,7 +145,7 @@ EXPERIMENT = Experiment(
         Measured(
             "gpu-10m", "2026-11-29", "one NVIDIA H200, 4 runs at a time, then three of another host, 12 at a time",
             "2026-11-29-pairs-gpu-10m.json",
-            "Two seeds; those of PaTH with Wall's gate are from a third host, 2026-11-30, alone on a GPU. r = 0.83, "
+            "Two seeds; those of PaTH with Wall's gate are from a third host, 2026-11-30, two on a GPU. r = 0.83, "
             "and 0.76 (p = 0.13) and 0.87 (p = 0.050) with either seed alone. Without PaTH with Wall's gate, which was "
             "finished last, r was 0.82 and passed (p = 0.042). Rates are those of `gpu`; each text is read 2.2 times. "
             "NoPE, too, copies now, and what a part gains over it has fallen to 0.12 to 0.20 nats. No recurrence "
@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
             "Four models, with two seeds, of FoX one: its second was stopped after 416 of 491 million tokens. Rates "
             "are those of `gpu`; each text is read five times. The scalar gate gives the recurrence 0.65 nats, and its "
             "dual 0.07. In the compiled code of its training linear attention came to 2.23 and 2.10 nats on the "
-            "held-out text, 0.27 and 0.14 above what is shown here, and no other model of `pairs` to more than 0.002 "
+            "held-out text, 0.27 and 0.14 above what is shown here, and no other model of `pairs` to 0.003 "
             "above.",
             lacks=tuple(name for pair in PAIRS for name in pair[:2] if name not in {"mamba2", "fox"})
             + tuple(map(begun_open, ANEW)),
