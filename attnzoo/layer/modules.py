@@ -374,9 +374,11 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """The shifted ``x [B, T, heads * dim]``, with weights a from ``hidden [B, T, D]``."""
         known = stream.products.get(name)
-        a = (self.proj(hidden) if known is None else self.proj.biased(known)).sigmoid().to(x.dtype)[..., None]
+        logits = self.proj(hidden) if known is None else self.proj.biased(known)
+        # 1 - a and not a: 16 bits round a to 1, and nothing is left of a first token, of which norms make a whole one
+        own = (-logits).sigmoid().to(x.dtype)[..., None]
         heads = (self.heads, -1)
-        shifted: Tensor = x.unflatten(-1, heads).lerp(stream.before(name, x).unflatten(-1, heads), a).flatten(-2)
+        shifted: Tensor = stream.before(name, x).unflatten(-1, heads).lerp(x.unflatten(-1, heads), own).flatten(-2)
         return shifted
 
 
