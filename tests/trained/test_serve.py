@@ -20,7 +20,7 @@ from tiny_runs import config_of, write_text
 
 from attnzoo.data import decode, encode
 from attnzoo.data.tokenizer import SETTINGS
-from attnzoo.errors import UnavailableError
+from attnzoo.errors import NotFiniteError, UnavailableError
 from attnzoo.models import Generator
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.generation.sampling import Sampling
@@ -285,6 +285,29 @@ def test_a_prompt_after_which_no_logit_is_finite_fails_alone(stream, client, loa
     assert status == 503
     assert answer["error"]["message"].startswith("logits: expected finite numbers after the prompt, got inf or nan")
     assert client.ask("/v1/completions", asked("one"))[1]["choices"][0]["text"] == greedy(loaded, "one", 12)
+
+
+def test_the_last_token_of_another_comes_beside_a_prompt_that_fails(loaded, monkeypatch):
+    logits, given = loaded.model.logits, []
+    monkeypatch.setattr(loaded.model, "logits", lambda x: logits(x) / (given.append(x) is None and len(given) > 1))
+
+    async def ask(worker):
+        async def text(prompt):
+            pieces = worker.pieces([WantedText(encode(prompt), 1, Sampling(0.0), ())])
+            return "".join([one.text async for one in pieces])
+
+        both = asyncio.gather(text("one"), text("two"), return_exceptions=True)
+        await asyncio.sleep(0)  # both have asked
+        worker.start()
+        return await asyncio.wait_for(both, 20)
+
+    worker = Worker(loaded, Generator(loaded.model, 2, 64, check_every=4))
+    try:
+        failed, text = asyncio.run(ask(worker))
+    finally:
+        worker.close()
+    assert isinstance(failed, NotFiniteError)
+    assert text == greedy(loaded, "two", 1)
 
 
 def test_a_generator_that_fails_is_told_to_all_who_ask(loaded, monkeypatch):

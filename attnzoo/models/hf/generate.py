@@ -157,6 +157,7 @@ def run_on_engine(model: Any, call: Asked) -> Tensor:
 
     Raises:
         NeedsLoopError: the model has no in-place cache, or the cache does not fit into the memory.
+        NotFiniteError: the logits after a prompt are not finite.
     """
     helpers = [call.draft.model] if isinstance(call.draft, ModelDraft) else []
     try:

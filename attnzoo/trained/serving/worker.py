@@ -173,7 +173,8 @@ class Worker:
         except NotFiniteError as error:
             for number in error.sequences:
                 self._live[number].give(error)
-            return self._cancel(error.sequences)
+            self._cancel(error.sequences)
+            return self._step()  # for what was known of the others by then
         for number in known.keys() & self._live.keys():
             self._hand_on(number, self._live[number])
 
