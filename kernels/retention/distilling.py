@@ -1,9 +1,10 @@
 """The divergence of retention from what later rows will need (``lesson.py``), and its gradient by key.
 
 A program owns a tile of keys and meets its tiles of rows from the last to the first: the utility of a key at a row is
-a sum over the rows from there on. Such a sum is kept as the logarithm of its weights and the mean that they weigh, for
-weights are powers of contributions, which float32 could not hold. A target needs the utilities of all keys of a row:
-one launch adds them up to each row's unit, the next one computes them again and learns. All logarithms are log2.
+a mean over the rows from there on. It is kept as the logarithm of its largest weight, and the sums of weights and of
+what they weigh beside it, for weights are powers of contributions, which float32 could not hold. A target needs the
+utilities of all keys of a row: one launch adds them up to each row's unit, the next one computes them again and learns.
+All logarithms are log2; there are few, as Triton's takes as long as twenty products.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.common.forgetful_bias import fade_share, load_retention
+from attnzoo.kernels.common.forgetful_bias import load_retention
 from attnzoo.kernels.common.gate_bias import const_gate, gate_at, gates_from
 from attnzoo.kernels.common.gate_sums import maximum
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
@@ -25,12 +26,12 @@ TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _join(b_w, b_u, b_w2, b_u2):
-    """Two logs of weights and the means that they weigh: the log of both weights, and the mean of all."""
-    b_d = b_w2 - b_w
-    b_e = tl.exp2(-tl.abs(b_d))
-    b_share = tl.where(b_d > 0.0, 1.0, b_e) / (1.0 + b_e)
-    return tl.maximum(b_w, b_w2) + tl.log2(1.0 + b_e), b_u + (b_u2 - b_u) * b_share
+def _join(b_w, b_z, b_n, b_w2, b_z2, b_n2):
+    """Two logs of largest weights, with the sums of weights and of what they weigh relative to these, as one."""
+    b_e, m = tl.exp2(-tl.abs(b_w - b_w2)), b_w > b_w2
+    b_z = tl.where(m, b_z, b_z2) + b_e * tl.where(m, b_z2, b_z)
+    b_n = tl.where(m, b_n, b_n2) + b_e * tl.where(m, b_n2, b_n)
+    return tl.where(m, b_w, b_w2), b_z, b_n
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _log_contributions(b_k, p_q, p_k, p_lse, p_c, p_base, p_g, p_since, i_b, i_g
                        H: tl.constexpr, REP: tl.constexpr, KREP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                        KU: tl.constexpr, GATE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """log2 of the sum over the query heads of the squared weights of keys b_s at rows b_t. # [BS, BT]"""
-    b_x = tl.full([o_s.shape[0], o_t.shape[0]], NONE, tl.float32)
+    b_x = tl.zeros([o_s.shape[0], o_t.shape[0]], tl.float32)
     for i_r in range(REP):
         i_h = (i_g * REP + i_r).to(tl.int64)
         i_bh = i_b * H + i_h
@@ -61,38 +62,39 @@ def _log_contributions(b_k, p_q, p_k, p_lse, p_c, p_base, p_g, p_since, i_b, i_g
             b_y -= gates_from(p_ch, p_baseh, b_slope, b_t, b_ref, b_t < T, GATE, KU)[None, :]
             b_since = tl.load(p_since + i_b * stride_lb + i_h * stride_lh + b_t, mask=b_t < T, other=0)
             b_y = tl.where(b_s[:, None] >= b_since[None, :], b_y, NONE)
-        b_y *= 2.0
-        b_x = b_y if REP == 1 else tl.maximum(b_x, b_y) + tl.log2(1.0 + tl.exp2(-tl.abs(b_x - b_y)))
-    return b_x
+        b_x = 2.0 * b_y if REP == 1 else b_x + tl.exp2(2.0 * b_y)
+    return b_x if REP == 1 else tl.log2(tl.maximum(b_x, TINY))
 
 
 @triton.jit
 def _learn(b_rho, b_base, b_fade, b_age, KIND: tl.constexpr, MSE: tl.constexpr):
-    """Divergence of retention from b_rho, and its derivative by a key's base or rate. # [BS, BT] each"""
+    """Divergence of retention from b_rho, and its derivatives by a key's base or rate, and fade. # [BS, BT] each"""
+    b_no, b_late = 1.0 - b_rho, b_age
     if KIND == 2:
-        b_x = b_base - b_fade * tl.log2(1.0 + tl.maximum(b_age, 0.0))
+        b_late = tl.log2(1.0 + tl.maximum(b_age, 0.0))
+        b_x = b_base - b_fade * b_late
         b_e = tl.exp2(-tl.abs(b_x))
-        b_r = tl.where(b_x > 0.0, 1.0, b_e) / (1.0 + b_e)
-        b_slope = b_e / ((1.0 + b_e) * (1.0 + b_e)) if MSE else 1.0
-        b_log = tl.log2(1.0 + b_e)
-        b_kept, b_lost = tl.minimum(b_x, 0.0) - b_log, -tl.maximum(b_x, 0.0) - b_log
+        b_1 = 1.0 + b_e
+        b_r = tl.where(b_x > 0.0, 1.0, b_e) / b_1
+        b_slope = b_e / (b_1 * b_1) if MSE else 1.0
+        b_each = b_no * tl.maximum(b_x, 0.0) - b_rho * tl.minimum(b_x, 0.0)  # and log b_1, of r as of 1 - r
     else:
         b_n = tl.maximum(b_age, 1.0)
-        b_kept = -b_base * b_n
-        b_r = tl.exp2(b_kept)
-        b_y = b_kept / TL_LOG2E
+        b_x = -b_base * b_n
+        b_r = tl.exp2(b_x)
+        b_y = b_x / TL_LOG2E
         b_near = -b_y * (1 + b_y * (1 / 2 + b_y * (1 / 6 + b_y * (1 / 24 + b_y * (1 / 120 + b_y / 720)))))
         b_gone = tl.maximum(tl.where(b_y > -0.25, b_near, 1.0 - b_r), TINY)  # 1 - r, also where r is nearly 1
         b_slope = -b_r * b_n if MSE else -b_n / b_gone
-        b_lost = tl.log2(b_gone)
+        b_1 = 1.0
+        b_each = -b_rho * b_x - b_no * tl.log2(b_gone)
     b_d = b_r - b_rho
     if MSE:
         b_each, b_slope = b_d * b_d, 2.0 * b_d * b_slope
     else:
-        b_no = 1.0 - b_rho
-        b_each = b_rho * (tl.log2(tl.maximum(b_rho, TINY)) - b_kept) + b_no * (tl.log2(tl.maximum(b_no, TINY)) - b_lost)
+        b_each += b_rho * tl.log2(tl.maximum(b_rho, TINY) * b_1) + b_no * tl.log2(tl.maximum(b_no, TINY) * b_1)
         b_each, b_slope = b_each / TL_LOG2E, b_d * b_slope
-    return b_each, b_slope
+    return b_each, b_slope, b_slope * b_late / -TL_LOG2E
 
 
 @launched
@@ -133,8 +135,10 @@ def retention_lesson_kernel(
         if HAS_STOP:
             hi = tl.load(p_stop + tl.minimum(s + BS, T) - 1)
             b_stop = tl.load(p_stop + b_s, mask=b_s < T, other=0)
-        b_w, b_u = tl.full([BS], NONE, tl.float32), tl.zeros([BS], tl.float32)  # of all rows from the next tile's on
-        b_loss, b_dbase, b_dfade = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
+        b_wc, b_zc = tl.full([BS], NONE, tl.float32), tl.zeros([BS], tl.float32)  # of all rows from the next tile's on
+        b_nc = b_zc
+        b_loss = tl.zeros([BS, BT], tl.float32)  # sums over tiles, place by place: sums over rows are dear
+        b_dbase, b_dfade = b_loss, b_loss
         first, last = s // BT, (hi - 1) // BT
         for i_n in range(last - first + 1):
             i = (last - i_n) * BT
@@ -147,20 +151,23 @@ def retention_lesson_kernel(
             b_x = tl.maximum(b_x + b_value[:, None] - b_output[None, :], LEAST) + b_lag[None, :]
             m = (b_s[:, None] <= b_t[None, :]) & (b_t[None, :] < b_stop[:, None])
             m_end, m_begin = (o_t == BT - 1)[None, :], (o_t == 0)[None, :]
-            b_y = tl.where(m, tl.exp2(b_x), 0.0)
-            b_z = b_y * tau if POOL == 1 else b_x * tau
-            b_z = tl.where(m, b_z, NONE)
+            b_n = tl.where(m, tl.exp2(b_x), 0.0)
+            b_w = b_n * tau if POOL == 1 else b_x * tau
+            b_w = tl.where(m, b_w, NONE)
             if POOL == 2:
-                b_z = tl.maximum(b_z, tl.where(m_end, b_w[:, None], NONE))
-                b_z = tl.associative_scan(b_z, 1, maximum, reverse=True)
-                b_y = tl.exp2(b_z)
-            else:  # the last row takes along what comes after it; joined as a vector, as exponentials are dear
-                b_z1, b_y1 = tl.sum(tl.where(m_end, b_z, 0.0), 1), tl.sum(tl.where(m_end, b_y, 0.0), 1)
-                b_w, b_u = _join(b_z1, b_y1, b_w, b_u)
-                b_z, b_y = tl.where(m_end, b_w[:, None], b_z), tl.where(m_end, b_u[:, None], b_y)
-                b_z, b_y = tl.associative_scan((b_z, b_y), 1, _join, reverse=True)
-            b_w = tl.sum(tl.where(m_begin, b_z, 0.0), 1) + (0.0 if POOL == 1 else BT * fade * tau)
-            b_u = tl.sum(tl.where(m_begin, b_y, 0.0), 1) * tl.exp2(BT * fade)
+                b_w = tl.maximum(b_w, tl.where(m_end, b_wc[:, None], NONE))
+                b_w = tl.associative_scan(b_w, 1, maximum, reverse=True)
+                b_y = tl.exp2(b_w)
+            else:  # the last row takes along what comes after it
+                b_z = tl.where(m, 1.0, 0.0)
+                b_w, b_z, b_n = _join(
+                    b_w, b_z, b_n, tl.where(m_end, b_wc[:, None], NONE), tl.where(m_end, b_zc[:, None], 0.0),
+                    tl.where(m_end, b_nc[:, None], 0.0))  # fmt: skip
+                b_w, b_z, b_n = tl.associative_scan((b_w, b_z, b_n), 1, _join, reverse=True)
+                b_zc = tl.sum(tl.where(m_begin, b_z, 0.0), 1)
+                b_nc = tl.sum(tl.where(m_begin, b_n, 0.0), 1) * tl.exp2(BT * fade)
+                b_y = b_n / tl.maximum(b_z, TINY)
+            b_wc = tl.sum(tl.where(m_begin, b_w, 0.0), 1) + (0.0 if POOL == 1 else BT * fade * tau)
             b_y *= tl.exp2(-b_lag)[None, :]
             b_y = tl.where(m & (b_y > 2.8 * TINY), b_y, 0.0)  # the utility, 0 where all contributions are
             if not LEARNS:
@@ -175,16 +182,15 @@ def retention_lesson_kernel(
                 else:
                     b_rho = b_y / tl.maximum(b_y + b_unit, TINY)
                 b_age = (b_t[None, :] - b_s[:, None]).to(tl.float32)
-                b_each, b_slope = _learn(b_rho, b_base[:, None], b_fade[:, None], b_age, KIND, MSE)
+                b_each, b_slope, b_steep = _learn(b_rho, b_base[:, None], b_fade[:, None], b_age, KIND, MSE)
                 m &= b_age >= remembers
-                b_slope = tl.where(m, b_slope, 0.0)
-                b_loss += tl.sum(tl.where(m, b_each, 0.0), 1)
-                b_dbase += tl.sum(b_slope, 1)
+                b_loss += tl.where(m, b_each, 0.0)
+                b_dbase += tl.where(m, b_slope, 0.0)
                 if KIND == 2:
-                    b_dfade += tl.sum(b_slope * fade_share(b_age), 1)
+                    b_dfade += tl.where(m, b_steep, 0.0)
         if LEARNS:
             p_at = (i_b * T + b_s) * G + i_g
-            tl.store(p_loss + p_at, b_loss, mask=b_s < T)
-            tl.store(p_dkeep + p_at * KIND, b_dbase, mask=b_s < T)
+            tl.store(p_loss + p_at, tl.sum(b_loss, 1), mask=b_s < T)
+            tl.store(p_dkeep + p_at * KIND, tl.sum(b_dbase, 1), mask=b_s < T)
             if KIND == 2:
-                tl.store(p_dkeep + p_at * KIND + 1, b_dfade, mask=b_s < T)
+                tl.store(p_dkeep + p_at * KIND + 1, tl.sum(b_dfade, 1), mask=b_s < T)
