@@ -22,5 +22,10 @@ def log2(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to a rounding or two; 0 from 2^126 on."""
-    return 1.0 / x if _INTERPRETED else libdevice.fast_dividef(1.0, x)
+    """1 / x to a rounding; 0 from 2^126 on."""
+    return 1.0 / x if _INTERPRETED else _reciprocal(x)
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
