@@ -39,13 +39,6 @@ def fallen(b_base, b_fade, b_n, KIND: tl.constexpr):
 
 
 @triton.jit
-def all_fallen(b_base, b_fade, n, least, KIND: tl.constexpr):
-    """Whether all keys have fallen as far as ``least`` after n >= 1 tokens. # bool scalar"""
-    b_n = tl.zeros_like(b_base) + n.to(tl.float32)
-    return tl.min(fallen(b_base, b_fade, b_n, KIND), 0) >= least
-
-
-@triton.jit
 def tokens_to_fall(b_base, b_fade, m, least, KIND: tl.constexpr):
     """Tokens after which all keys of m have fallen as far as ``least``, at most 2^30. # int32 scalar"""
     if KIND == 2:
@@ -81,13 +74,17 @@ def forgetful_bias(b_r, rule):
 
 
 @triton.jit
-def row_forgetful_bias(p_keep, s, o_s, b_pos, p_first, S, stride, rule, KIND: tl.constexpr, NEAR: tl.constexpr):
-    """B of the keys s + o_s for rows at b_pos, from p_first on. # [BT, BS]"""
+def row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride, rule, KIND: tl.constexpr,
+                       NEAR: tl.constexpr):  # fmt: skip
+    """B of the keys s + o_s for rows at b_pos, from p_first on. # [BT, BS]
+
+    p_gone: of the tiles of keys, see ``forgotten.tokens_until_gone``.
+    """
     b_base, b_fade = load_retention(p_keep, s + o_s, S, stride, KIND)
     b_n = (b_pos - s + 1).to(tl.float32)[:, None] - o_s.to(tl.float32)[None, :]
     if NEAR:
         b = forgetful_bias(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, NEAR), rule)
-    elif all_fallen(b_base, b_fade, p_first - s - (o_s.shape[0] - 2), rule[5], KIND):
+    elif p_first - s - (o_s.shape[0] - 2) >= tl.load(p_gone + s // o_s.shape[0]):
         b = tl.zeros_like(b_n) + (float("-inf") if rule[3] is None else -rule[2])
     else:
         b = forgetful_bias(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, NEAR), rule)

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from attnzoo.kernels.common.approximate import log2
 from attnzoo.kernels.common.forgetful_bias import (
-    all_fallen,
     held_share,
     least_age,
     load_retention,
@@ -24,13 +23,14 @@ from attnzoo.kernels.common.tile_loads import head_and_tile
 @launched
 @triton.jit(do_not_specialize=["T"])
 def retention_held_kernel(
-    p_keep, p_first, p_n, T, rule, stride_rb, stride_rs, stride_rh,
+    p_keep, p_gone, p_first, p_n, T, rule, stride_rb, stride_rs, stride_rh,
     G: tl.constexpr, KIND: tl.constexpr, HAS_FIRST: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Numbers [B, T, G] of the keys that rows hold; one program per block of rows."""
     i_bg, i_t = head_and_tile(tl.cdiv(T, BT))
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     p_keep += i_b * stride_rb + i_g * stride_rh
+    p_gone += i_bg * tl.cdiv(T, BS)
     t, last = i_t * BT, tl.minimum(i_t * BT + BT, T) - 1
     b_t, o_s = t + tl.arange(0, BT), tl.arange(0, BS)
     b_first = b_t * 0
@@ -48,7 +48,7 @@ def retention_held_kernel(
         b_held += tl.where((b_n >= 1.0) & ((s + o_s)[None, :] >= b_first[:, None]), b, 0.0)
     for i_s in range(full, mid):
         b_base, b_fade = load_retention(p_keep, i_s * BS + o_s, T, stride_rs, KIND)
-        if not all_fallen(b_base, b_fade, t - i_s * BS - (BS - 2), rule[6], KIND):
+        if t - i_s * BS - (BS - 2) < tl.load(p_gone + i_s):
             b_n = (b_t - i_s * BS + 1).to(tl.float32)[:, None] - o_s.to(tl.float32)[None, :]
             b_held += held_share(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, False), rule)
     tl.store(p_n + (i_b * T + b_t) * G + i_g, tl.sum(b_held, 1), mask=b_t < T)

@@ -36,6 +36,7 @@ from attnzoo.kernels.common.forgetful_bias import (
     row_forgetful_bias,
     tokens_to_fall,
 )
+from attnzoo.kernels.common.forgotten import tokens_until_gone
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.key_bounds import key_bounds
@@ -65,7 +66,7 @@ from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
              b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr,
              BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
-             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, stride_rs,
+             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, p_gone, stride_rs,
              rule):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
     if TMA:
@@ -80,7 +81,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if KIND != 0:
-        b_y += row_forgetful_bias(p_keep, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, MASK)
+        b_y += row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, MASK)
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
@@ -98,7 +99,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
 @launched
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, p_keep, T, S,
+    p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, p_keep, p_gone, T, S,
     n_heads, scale, scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh, stride_rb, stride_rs, stride_rh,
@@ -137,6 +138,7 @@ def fox_dq_portable_kernel(
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
     p_keep += i_b * stride_rb + (i_h // REP).to(tl.int64) * stride_rh
+    p_gone += (i_b32 * (H // REP) + i_h // REP) * tl.cdiv(S, BS)
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -156,16 +158,16 @@ def fox_dq_portable_kernel(
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
-                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, stride_rs,
-                              rule)  # fmt: skip
+                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, p_gone,
+                              stride_rs, rule)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
-                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, stride_rs,
-                              rule)  # fmt: skip
+                              BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, p_gone,
+                              stride_rs, rule)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
@@ -384,11 +386,12 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     )  # fmt: skip
     if x.wanted.rows:
         t = plan.of("dq")
+        gone = lse if retention is None or rule is None else tokens_until_gone(retention, rule, t.BS)
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
-            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, p_keep, T, S, min(t.heads, B * H),
-            scale, options.scale2, numbers, *strides, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
+            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, p_keep, gone, T, S,
+            min(t.heads, B * H), scale, options.scale2, numbers, *strides, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     if x.wanted.keys:
