@@ -74,13 +74,19 @@ def forgetful_bias(b_r, rule):
 
 
 @triton.jit
-def row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride, rule, KIND: tl.constexpr,
-                       NEAR: tl.constexpr):  # fmt: skip
-    """B of the keys s + o_s for rows at b_pos, from p_first on. # [BT, BS]
+def load_tile_of_keys(p_numbers, s, o_s, S, KIND: tl.constexpr):
+    """Base (in log2 units) and fade of the keys s + o_s, one tile, of one head of ``forgotten.TiledKeys``."""
+    b_base = tl.load(p_numbers + s + o_s)
+    b_fade = b_base
+    if KIND == 2:
+        b_fade = tl.load(p_numbers + tl.cdiv(S, o_s.shape[0]) * o_s.shape[0] + s + o_s)
+    return b_base, b_fade
 
-    p_gone: of the tiles of keys, see ``forgotten.tokens_until_gone``.
-    """
-    b_base, b_fade = load_retention(p_keep, s + o_s, S, stride, KIND)
+
+@triton.jit
+def row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, rule, KIND: tl.constexpr, NEAR: tl.constexpr):
+    """B of the keys s + o_s, one tile of ``forgotten.TiledKeys``, for rows at b_pos, from p_first on. # [BT, BS]"""
+    b_base, b_fade = load_tile_of_keys(p_keep, s, o_s, S, KIND)
     b_n = (b_pos - s + 1).to(tl.float32)[:, None] - o_s.to(tl.float32)[None, :]
     if NEAR:
         b = forgetful_bias(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, NEAR), rule)

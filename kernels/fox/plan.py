@@ -70,7 +70,7 @@ _TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
 # time. Two warpgroups on 64 keys would each compute all biases.
 _HOPPER_RETENTION: dict[Kind, dict[int, Tiles]] = {
     "fwd": {**_HOPPER["fwd"], 64: Tiles(64, 64, 4, 3, maxnreg=168, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
-    "dq": {**_HOPPER["dq"], 64: Tiles(64, 32, 4, 3, maxnreg=128, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
+    "dq": {**_HOPPER["dq"], 64: Tiles(64, 64, 4, 3, maxnreg=168, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
     "dkdv": {**_HOPPER["dkdv"], 64: Tiles(32, 64, 4, 2, heads=8), 128: Tiles(32, 128, 8, 2, heads=8)},
 }
 _WITH_RETENTION = TileTable({"hopper": _HOPPER_RETENTION}, _SAFE, _FLOAT32)

@@ -10,6 +10,7 @@ from attnzoo.kernels.common.forgetful_bias import (
     held_share,
     least_age,
     load_retention,
+    load_tile_of_keys,
     retained,
     retention_slope,
     tokens_to_fall,
@@ -23,13 +24,13 @@ from attnzoo.kernels.common.tile_loads import head_and_tile
 @launched
 @triton.jit(do_not_specialize=["T"])
 def retention_held_kernel(
-    p_keep, p_gone, p_first, p_n, T, rule, stride_rb, stride_rs, stride_rh,
+    p_keep, p_gone, p_first, p_n, T, rule,
     G: tl.constexpr, KIND: tl.constexpr, HAS_FIRST: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Numbers [B, T, G] of the keys that rows hold; one program per block of rows."""
     i_bg, i_t = head_and_tile(tl.cdiv(T, BT))
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
-    p_keep += i_b * stride_rb + i_g * stride_rh
+    p_keep += i_bg.to(tl.int64) * KIND * tl.cdiv(T, BS) * BS
     p_gone += i_bg * tl.cdiv(T, BS)
     t, last = i_t * BT, tl.minimum(i_t * BT + BT, T) - 1
     b_t, o_s = t + tl.arange(0, BT), tl.arange(0, BS)
@@ -42,12 +43,12 @@ def retention_held_kernel(
     b_held = tl.zeros([BT, BS], tl.float32)
     for i in range(n_left + n_diag):
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
-        b_base, b_fade = load_retention(p_keep, s + o_s, T, stride_rs, KIND)
+        b_base, b_fade = load_tile_of_keys(p_keep, s, o_s, T, KIND)
         b_n = (b_t - s + 1).to(tl.float32)[:, None] - o_s.to(tl.float32)[None, :]
         b = held_share(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, True), rule)
         b_held += tl.where((b_n >= 1.0) & ((s + o_s)[None, :] >= b_first[:, None]), b, 0.0)
     for i_s in range(full, mid):
-        b_base, b_fade = load_retention(p_keep, i_s * BS + o_s, T, stride_rs, KIND)
+        b_base, b_fade = load_tile_of_keys(p_keep, i_s * BS, o_s, T, KIND)
         if t - i_s * BS - (BS - 2) < tl.load(p_gone + i_s):
             b_n = (b_t - i_s * BS + 1).to(tl.float32)[:, None] - o_s.to(tl.float32)[None, :]
             b_held += held_share(retained(b_base[None, :], b_fade[None, :], b_n, rule, KIND, False), rule)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnzoo.kernels.common.device import on_device_of
-from attnzoo.kernels.common.forgotten import tokens_until_gone
+from attnzoo.kernels.common.forgotten import tiled_keys
 from attnzoo.kernels.common.launching import cdiv, retention_strides
 from attnzoo.kernels.common.named_op import NamedOp
 from attnzoo.kernels.common.retention import Rule, numbers_of
@@ -53,10 +53,9 @@ def _forward(x: HeldForward) -> Held:
     B, T, G, kind = x.keys.shape
     held = x.keys.new_empty((B, T, G))
     with on_device_of(held):
-        gone = tokens_until_gone(x.keys, x.rule, BS, held=True)
         retention_held_kernel[_grid(x)](
-            x.keys, gone, held if x.first is None else x.first, held, T, numbers_of(x.rule, kind),
-            *retention_strides(x.keys), G=G, KIND=kind, HAS_FIRST=x.first is not None, BT=BT, BS=BS, num_warps=4,
+            *tiled_keys(x.keys, x.rule, BS, held=True), held if x.first is None else x.first, held, T,
+            numbers_of(x.rule, kind), G=G, KIND=kind, HAS_FIRST=x.first is not None, BT=BT, BS=BS, num_warps=4,
         )  # fmt: skip
     return Held(held)
 

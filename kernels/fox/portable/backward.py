@@ -36,7 +36,7 @@ from attnzoo.kernels.common.forgetful_bias import (
     row_forgetful_bias,
     tokens_to_fall,
 )
-from attnzoo.kernels.common.forgotten import tokens_until_gone
+from attnzoo.kernels.common.forgotten import tiled_keys
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.key_bounds import key_bounds
@@ -66,7 +66,7 @@ from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
              b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr,
              BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
-             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, p_gone, stride_rs,
+             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, p_gone,
              rule):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
     if TMA:
@@ -81,7 +81,7 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if KIND != 0:
-        b_y += row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, MASK)
+        b_y += row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, rule, KIND, MASK)
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
@@ -102,7 +102,7 @@ def fox_dq_portable_kernel(
     p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, p_keep, p_gone, T, S,
     n_heads, scale, scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_db, stride_dt, stride_dh, stride_lb, stride_lh, stride_rb, stride_rs, stride_rh,
+    stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
@@ -137,8 +137,9 @@ def fox_dq_portable_kernel(
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
-    p_keep += i_b * stride_rb + (i_h // REP).to(tl.int64) * stride_rh
-    p_gone += (i_b32 * (H // REP) + i_h // REP) * tl.cdiv(S, BS)
+    i_bg, n_tiles = i_b32 * (H // REP) + i_h // REP, tl.cdiv(S, BS)
+    p_keep += i_bg.to(tl.int64) * KIND * n_tiles * BS
+    p_gone += i_bg * n_tiles
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -159,7 +160,7 @@ def fox_dq_portable_kernel(
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
                               BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True, KIND, p_keep, p_gone,
-                              stride_rs, rule)  # fmt: skip
+                              rule)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
@@ -167,7 +168,7 @@ def fox_dq_portable_kernel(
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, p_first, b_since, S, stride_ks, stride_vs, scale2, K, V,
                               BK, BV, GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False, KIND, p_keep, p_gone,
-                              stride_rs, rule)  # fmt: skip
+                              rule)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
@@ -376,7 +377,6 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     }  # fmt: skip
     gates = (c, base, lse if log_decay is None else log_decay)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *row_strides(rows.first_visible))
-    strides += retention_strides(retention)
     p_keep, numbers = lse if retention is None else retention, numbers_of(rule, retention_kind(retention))
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
     row_delta_kernel[(B * H * (row_pairs.shape[2] // 64),)](
@@ -386,11 +386,11 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
     )  # fmt: skip
     if x.wanted.rows:
         t = plan.of("dq")
-        gone = lse if retention is None or rule is None else tokens_until_gone(retention, rule, t.BS)
+        tiled = (lse, lse) if retention is None or rule is None else tiled_keys(retention, rule, t.BS)
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
-            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, p_keep, gone, T, S,
+            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, *tiled, T, S,
             min(t.heads, B * H), scale, options.scale2, numbers, *strides, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
@@ -402,7 +402,7 @@ def fox_backward(x: FoxBackward, plan: Plan) -> FoxSums:
         fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
             p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey,
             lse if dretention is None else dretention, *gates, *limits, end, full, p_keep, T, S, min(t.heads, B * G),
-            scale, options.scale2, numbers, *strides, **flags,
+            scale, options.scale2, numbers, *strides, *retention_strides(retention), **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     return FoxSums(dq, dk, dv, dkey, drow, dretention)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.forgetful_bias import least_age, row_forgetful_bias
-from attnzoo.kernels.common.forgotten import tokens_until_gone
+from attnzoo.kernels.common.forgotten import tiled_keys
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
@@ -24,7 +24,6 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     retention_kind,
-    retention_strides,
     row_strides,
     tile_descriptor,
     valid_strides,
@@ -41,10 +40,9 @@ from attnzoo.kernels.fox.operands import FoxOperands
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh", "stride_mb"])
 def fox_fwd_portable_kernel(
     p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, p_valid, p_keep, p_gone, T, S,
-    n_heads,
-    scale2, rule,
+    n_heads, scale2, rule,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_lb, stride_lh, stride_mb, stride_ms, stride_rb, stride_rs, stride_rh,
+    stride_lb, stride_lh, stride_mb, stride_ms,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr,
@@ -73,8 +71,9 @@ def fox_fwd_portable_kernel(
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
     p_valid += i_b * stride_mb
-    p_keep += i_b * stride_rb + i_g.to(tl.int64) * stride_rh
-    p_gone += (i_b32 * (H // REP) + i_g) * tl.cdiv(S, BS)
+    i_bg, n_tiles = i_b32 * (H // REP) + i_g, tl.cdiv(S, BS)
+    p_keep += i_bg.to(tl.int64) * KIND * n_tiles * BS
+    p_gone += i_bg * n_tiles
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -108,7 +107,7 @@ def fox_fwd_portable_kernel(
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_more = None
         if KIND != 0:
-            b_more = row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, True)
+            b_more = row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, rule, KIND, True)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, True, b_more)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
@@ -123,7 +122,7 @@ def fox_fwd_portable_kernel(
             b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_more = None
         if KIND != 0:
-            b_more = row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, stride_rs, rule, KIND, False)
+            b_more = row_forgetful_bias(p_keep, p_gone, s, o_s, b_pos, p_first, S, rule, KIND, False)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, HAS_VALID, b_more)  # fmt: skip
         b_shift = b_next
@@ -162,13 +161,13 @@ def fox_forward(
     tma, kind = t.tma and can_describe(k, v), retention_kind(retention)
     keep = gone = lse
     if retention is not None and rule is not None:
-        keep, gone = retention, tokens_until_gone(retention, rule, t.BS)
+        keep, gone = tiled_keys(retention, rule, t.BS)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, c, base, lse if log_decay is None else log_decay, since,
         start, lse if sink is None else sink, there, keep, gone, T, S,
         min(t.heads, B * H), options.scale2, numbers_of(rule, kind), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *row_strides(rows.first_visible), *valid_strides(valid), *retention_strides(retention), **given.dims,
+        *row_strides(rows.first_visible), *valid_strides(valid), **given.dims,
         **rows.flags, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINK=sink is not None,
         HAS_REST=o_rest is not None, HAS_VALID=valid is not None, KIND=kind, TMA=tma,
         PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
