@@ -73,7 +73,8 @@ _HOPPER_RETENTION: dict[Kind, dict[int, Tiles]] = {
     "dq": {**_HOPPER["dq"], 64: Tiles(64, 64, 4, 3, maxnreg=168, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
     "dkdv": {**_HOPPER["dkdv"], 64: Tiles(32, 64, 4, 2, heads=8), 128: Tiles(32, 128, 8, 2, heads=8)},
 }
-_WITH_RETENTION = TileTable({"hopper": _HOPPER_RETENTION}, _SAFE, _FLOAT32)
+_SAFE_RETENTION = {**_SAFE, "dkdv": {**_SAFE["dkdv"], 64: Tiles(32, 64, 4, 2)}}
+_WITH_RETENTION = TileTable({"hopper": _HOPPER_RETENTION}, _SAFE_RETENTION, _FLOAT32)
 _PRUNE = {  # of the rows whose log-sum-exp pruning computes, by architecture
     "hopper": Tiles(64, KEY_UNIT, 4, 3, tma=True),
     "safe": Tiles(128, KEY_UNIT, 4, 2),
