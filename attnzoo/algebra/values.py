@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -12,15 +14,27 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 SETTINGS = ("", "0", "1")  # of ATTNZOO_VALIDATE
+_unchecked = ContextVar("unchecked", default=False)
 OPAQUE = "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """A context, or decorator, in which values are not checked on a CPU either: those of a model that looks for numbers
+    that are none in its logits, sequence by sequence."""
+    before = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(before)
 
 
 def reads_values(x: Tensor) -> bool:
     """Whether the values of a call with input ``x`` are checked.
 
-    On a CPU values are checked; on a GPU only with ``ATTNZOO_VALIDATE=1``, since Python has to wait for the device.
-    ``ATTNZOO_VALIDATE=0`` switches the checks off everywhere. Tensors without values (:func:`has_values`) are never
-    checked.
+    On a CPU values are checked, but not within :func:`unchecked`; with ``ATTNZOO_VALIDATE=1`` everywhere, though Python
+    has to wait for a GPU. ``ATTNZOO_VALIDATE=0`` switches the checks off everywhere. Tensors without values
+    (:func:`has_values`) are never checked.
 
     Raises:
         ValueError: another value of ``ATTNZOO_VALIDATE``.
@@ -30,7 +44,7 @@ def reads_values(x: Tensor) -> bool:
     setting = os.environ.get("ATTNZOO_VALIDATE", "")
     if setting not in SETTINGS:
         raise ValueError(f"ATTNZOO_VALIDATE: expected 0 (never), 1 (always) or unset (on a CPU), got {setting!r}")
-    return setting != "0" and (x.is_cpu or setting == "1")
+    return setting == "1" or (not setting and x.is_cpu and not _unchecked.get())
 
 
 def readable(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.algebra.values import unchecked
 from attnzoo.errors import NotFiniteError, check_kinds, check_least
 from attnzoo.forms.caches.device_memory import size_of
 from attnzoo.kernels.common.launching import power_of_2
@@ -258,6 +259,7 @@ class Generator:
         known, self._known = self._known, {}
         return known
 
+    @unchecked()
     def _step(self, draft: Draft | None) -> None:
         if self.batch.torn:
             raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
@@ -293,6 +295,7 @@ class Generator:
         return bool(self.waiting or any(self.rows) or self._delivery)
 
     @torch.no_grad()
+    @unchecked()
     def admit(self) -> None:
         """Read waiting prompts, as each step begins, at most a piece beside other sequences; the first token that
         follows is drawn here.
