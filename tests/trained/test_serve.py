@@ -310,6 +310,20 @@ def test_the_last_token_of_another_comes_beside_a_prompt_that_fails(loaded, monk
     assert text == greedy(loaded, "two", 1)
 
 
+def test_a_server_outlives_any_number_of_prompts_that_fail_in_a_row(loaded, monkeypatch):
+    left = [NotFiniteError([])] * 2000  # more than Python calls within calls
+
+    def step(draft):
+        if left:
+            raise left.pop()
+        return {}
+
+    worker = Worker(loaded, Generator(loaded.model, 1, 64))
+    monkeypatch.setattr(worker.generator, "step", step)
+    worker._step()
+    assert not left
+
+
 def test_a_generator_that_fails_is_told_to_all_who_ask(loaded, monkeypatch):
     async def ask(worker):
         wanted = [WantedText(encode(prompt), 4, Sampling(0.0), ()) for prompt in PROMPTS]

@@ -161,20 +161,21 @@ class Worker:
             order()
 
     def _step(self) -> None:
-        try:
-            known = self.generator.step(self.draft)
-        except MemoryError as error:
-            if self.generator.batch.torn:
-                raise
-            running = [request for request in self.generator.rows if request is not None]
-            newest = max(running, key=lambda request: request.id) if running else self.generator.waiting[0]
-            self._live[newest.id].give(error)
-            return self._cancel([newest.id])
-        except NotFiniteError as error:
-            for number in error.sequences:
-                self._live[number].give(error)
-            self._cancel(error.sequences)
-            return self._step()  # for what was known of the others by then
+        known: dict[int, list[int]] | None = None
+        while known is None:
+            try:
+                known = self.generator.step(self.draft)
+            except MemoryError as error:
+                if self.generator.batch.torn:
+                    raise
+                running = [request for request in self.generator.rows if request is not None]
+                newest = max(running, key=lambda request: request.id) if running else self.generator.waiting[0]
+                self._live[newest.id].give(error)
+                return self._cancel([newest.id])
+            except NotFiniteError as error:
+                for number in error.sequences:
+                    self._live[number].give(error)
+                self._cancel(error.sequences)  # and on, for what was known of the others by then
         for number in known.keys() & self._live.keys():
             self._hand_on(number, self._live[number])
 
