@@ -201,6 +201,11 @@ def one_of(config: Any, name: str, options: list[str]) -> None:
         raise unknown(name, getattr(config, name), options)
 
 
+def message(error: BaseException) -> str:
+    """An error's message, or its type and the line that raised it where it has none."""
+    return str(error) or reason(error)
+
+
 def reason(error: BaseException) -> str:
     """An error's type and message, or its type and the line that raised it where it has no message."""
     if str(error):

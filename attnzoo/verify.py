@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.errors import UnavailableError, reason
+from attnzoo.errors import UnavailableError, message
 from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.precision import wide_dtype
 from attnzoo.registry import get, list_variants
@@ -135,7 +135,7 @@ def in_precision(variant: Variant, form: str, where: Where) -> Trial:
     except Exception as error:  # a compiler's, a GPU's, another library's
         call = Call(q, k, v, gate, options={} if tie is _same else {"delta_rule": True})
         refused = variant.refuses(form, call)
-        said = "" if refused else f"{form} of {variant.name!r}: {str(error) or reason(error)}"
+        said = "" if refused else f"{form} of {variant.name!r}: {message(error)}"
         return Trial(variant.name, label, 0.0, {form: 0.0}, refused=refused, said=said)
     allowed = 2 * max(relative_error(yardstick[part], expected[part]) for part in expected) + torch.finfo(dtype).eps
     off = {part: relative_error(x, expected[part]) for part, x in got.items()}

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import connection, get_context
 from typing import Any
 
-from attnzoo.errors import reason
+from attnzoo.errors import message
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process sees
 PATIENCE = 60  # seconds that a stopped process has to put away what it holds: a checkpoint, semaphores of PyTorch
@@ -157,7 +157,7 @@ def _failure(task: Callable[[], object]) -> str | None:
     try:
         task()
     except Exception as error:
-        return str(error) or reason(error)
+        return message(error)
     return None
 
 

@@ -231,22 +231,22 @@ class ForgetNetwork(PreciseModule):
                 return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         learns = self.training and torch.is_grad_enabled()
         distils = learns and self.distils
-        fused = fused and (not distils or teaches(self.options))
-        keys = taught = missed = lse = None
-        if fused:
+        taught: Tensor | None = None
+        if fused and (not distils or teaches(self.options)):
             check_softmax(options, call.q, call.gate)
-            keys = self._keys(call)
-        if keys is not None and distils:
-            taught, missed = fused_teacher(cast(Any, forms), call, keys, self.options, self.temperature)
-        elif self.blend != 1 or not fused:
-            with torch.no_grad():
-                taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
-        if keys is not None:
+            keys, missed = self._keys(call), None
+            if distils:
+                taught, missed = fused_teacher(cast(Any, forms), call, keys, self.options, self.temperature)
+            elif self.blend != 1:
+                with torch.no_grad():
+                    taught, _ = teacher(call.q, call.k, call.v, call.gate, **given)
             found = self._fused(cast(Any, forms), call, options, keys, missed, learns)
         else:
+            with torch.no_grad():
+                taught, lse = teacher(call.q, call.k, call.v, call.gate, **given)
             with as_given(call.q):
                 found = forgetful_attention(
-                    Logits(forms, call.q, call.k, call.gate, options), call.v, cast(Tensor, lse),
+                    Logits(forms, call.q, call.k, call.gate, options), call.v, lse,
                     self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
                     teacher=taught if distils else None, sink=given.get("sink"),
                     shares=self.budget_shares(), losses=learns,

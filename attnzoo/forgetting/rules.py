@@ -30,11 +30,10 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.kernels.common.retention import DEEPEST
+from attnzoo.kernels.retention.lesson import WORDS
 
 NETWORKS = ("key", "pair", "attention", "decay")
-POOLS = ("power", "softmax", "max")
-NORMALIZERS = ("mean", "max")
-DIVERGENCES = ("bernoulli", "mse")
+POOLS, NORMALIZERS, DIVERGENCES = WORDS["pool"], WORDS["normalize"], WORDS["divergence"]
 
 
 @dataclass(frozen=True)

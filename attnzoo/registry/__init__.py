@@ -18,7 +18,7 @@ from attnzoo.algebra.gate import declare, undeclare
 from attnzoo.algebra.parts import GatePart, groups
 from attnzoo.algebra.readout import Readout
 from attnzoo.algebra.transitions import Transition
-from attnzoo.errors import UnavailableError, did_you_mean_path, nearest, reason, unknown
+from attnzoo.errors import UnavailableError, did_you_mean_path, message, nearest, unknown
 from attnzoo.files import digest, digest_being_run, run_file
 from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.parallel.attention import shared
@@ -292,7 +292,7 @@ def broken_plugins() -> list[str]:
                 for one in offered if isinstance(offered, (list, tuple)) else [offered]:
                     (_add if isinstance(one, ReadoutVariant) else register)(one)
             except (Exception, SystemExit) as error:
-                said = " ".join((str(error) or reason(error)).split())
+                said = " ".join(message(error).split())
                 _broken.append(f"entry point {point.name!r} of attnzoo.variants ({point.value}) is broken: {said}")
         for file in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
             try:

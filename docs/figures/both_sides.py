@@ -96,8 +96,7 @@ def pairs_by_size() -> Figure:
         axes = figure.add_axes(box)
         for n, pair in enumerate(asked.pairs):
             gains = [_gain(found, base, arm) for base, arm in zip(asked.bases, pair, strict=True)]
-            dot = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
-            handles.setdefault(" | ".join(pair), dot)
+            handles[" | ".join(pair)] = _dot(axes, *gains, PAIR_COLORS[n + 1], "D" if len(asked.parts[n]) > 1 else "o")
         r, p = quoted.gains(found.size, "pairs")
         axes.set_title(
             f"{_weights(found) / 1e6:.1f}M weights: r = {r:.2f}, p = {p:.2f}", loc="left", fontsize=10, color=INK

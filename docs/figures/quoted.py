@@ -234,10 +234,9 @@ def while_training() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     losses = {run.arm: [loss for tokens, loss in run.curve if tokens % step == 0] for run in first}
     claim, found = _correlated("pairs")[0], {}
     for arm, base in [each for pair in claim.pairs for each in zip(pair, claim.bases, strict=True)]:
-        if arm in losses:
-            gains = np.subtract(losses[base][: len(losses[arm])], losses[arm])
-            tokens = step * np.arange(4, gains.size + 1) / 1e6
-            found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
+        gains = np.subtract(losses[base], losses[arm])
+        tokens = step * np.arange(4, gains.size + 1) / 1e6
+        found[arm] = tokens, np.convolve(gains, np.ones(4) / 4, "valid")
     return found
 
 

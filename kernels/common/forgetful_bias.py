@@ -116,9 +116,3 @@ def retention_slope(b_r, b_n, rule, KIND: tl.constexpr, NEAR: tl.constexpr):
     """The derivative of r by a key's base, or by its rate."""
     b = b_r - b_r * b_r if KIND == 2 else b_r - b_r * (tl.maximum(b_n, 2.0) if NEAR else b_n)
     return tl.where(b_n > rule[1], b, 0.0) if NEAR else b
-
-
-@triton.jit
-def fade_share(b_age):
-    """The derivative by fade over that by base, -log(1 + age); written so that compilers do not keep it from r on."""
-    return (1.0 - log2(2.0 + 2.0 * tl.maximum(b_age, 0.0))) * (1.0 / TL_LOG2E)

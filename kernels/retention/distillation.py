@@ -73,11 +73,11 @@ def _forward(x: Distillation) -> Distilled:
             since = first_visible_of_closed(x.log_decay, T)
         value = _log_lengths(x.v[:, :, :: x.v.shape[2] // G], G)
         output = _log_lengths(x.o, G)
-        row, stop, tokens = torch.arange(T, device=q.device), None, None
+        row, stop = torch.arange(T, device=q.device), None
+        tokens = row + 1
         if first is not None:
             stop = torch.searchsorted(first.view(T), row, right=True).int()
-            tokens = row - first.view(T)
-        tokens = (row if tokens is None else tokens) + 1
+            tokens = tokens - first.view(T)
         made = Distilled(lse.new_empty((B, T, G)), keys.new_empty(keys.shape))
         pool, tiles = WORDS["pool"].index(lesson.pool), cdiv(T, BS)
         tau = x.rule.temperature * (LOG2E if lesson.pool == "softmax" else 1.0)
