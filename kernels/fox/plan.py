@@ -66,12 +66,12 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
 _TILES = TileTable({"hopper": _HOPPER}, _SAFE, _FLOAT32)
-# With retention, whose bias takes registers: by what ptxas spills and how many programs a multiprocessor holds, not by
-# time. Two warpgroups on 64 keys would each compute all biases.
+# With retention, whose bias takes registers. Up to 64 by time on an H200 (docs/benchmarks/log/linear.md), wider ones by
+# what ptxas spills and how many programs a multiprocessor holds. Two warpgroups on 64 keys each compute all biases.
 _HOPPER_RETENTION: dict[Kind, dict[int, Tiles]] = {
     "fwd": {**_HOPPER["fwd"], 64: Tiles(64, 64, 4, 3, maxnreg=168, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
     "dq": {**_HOPPER["dq"], 64: Tiles(64, 64, 4, 3, maxnreg=168, tma=True), 128: Tiles(64, 64, 4, 2, tma=True)},
-    "dkdv": {**_HOPPER["dkdv"], 64: Tiles(32, 64, 4, 2, heads=8), 128: Tiles(32, 128, 8, 2, heads=8)},
+    "dkdv": {**_HOPPER["dkdv"], 64: Tiles(32, 64, 4, 3, heads=8), 128: Tiles(32, 128, 8, 2, heads=8)},
 }
 _SAFE_RETENTION = {**_SAFE, "dkdv": {**_SAFE["dkdv"], 64: Tiles(32, 64, 4, 2)}}
 _WITH_RETENTION = TileTable({"hopper": _HOPPER_RETENTION}, _SAFE_RETENTION, _FLOAT32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E
 from attnzoo.kernels.common.dense_reference import segment_starts
-from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_sums
 from attnzoo.kernels.common.launching import (
     cdiv,
@@ -30,9 +30,12 @@ from attnzoo.kernels.retention.lesson import WORDS, Lesson
 
 Some = Tensor | None
 PROGRAMS = 1024  # that add up units, each in T numbers of its own, so that the order of sums is always the same
-ROWS = 32  # of a tile
+# Measured on an H200 with heads of 64 in bfloat16 (docs/benchmarks/log/linear.md).
+ROWS = 16  # of a tile
 KEYS = 64  # of a tile, where a row of q has at most WIDEST bytes, else half of it
 WIDEST = 512
+REGISTERS = 128  # of a thread on Hopper, for head dims up to NARROW in 16 bits: what is wider would spill more
+NARROW = 64
 
 
 class Distilled(NamedTuple):
@@ -63,6 +66,8 @@ def _forward(x: Distillation) -> Distilled:
     (B, T, H, K), (G, kind), gate = q.shape, keys.shape[2:], gate_kind(x.log_decay)
     doc, BK = segment_starts(options.cu_seqlens, T), head_block(K)
     BS = KEYS if BK * q.element_size() <= WIDEST else KEYS // 2
+    where, narrow = machine(q.device), BK <= NARROW and q.element_size() == 2
+    registers = REGISTERS if narrow and where.hopper and where.descriptors else None
     with on_device_of(q):
         first = first_visible_without_gate(doc, options.window, T, q.device)
         lse = (x.lse.float().transpose(1, 2) * LOG2E).contiguous()
@@ -90,7 +95,8 @@ def _forward(x: Distillation) -> Distilled:
                 *k.stride()[:3], *row_strides(None if gate == GATE_NONE else since), *retention_strides(keys), H=H,
                 REP=H // G, KREP=H // k.shape[2], K=K, BK=BK, KU=KEY_UNIT, GATE=gate, KIND=kind,
                 HAS_STOP=stop is not None, POOL=pool, LARGEST=lesson.normalize == "max", MSE=lesson.divergence == "mse",
-                LEARNS=learns, PREC=dot_precision(q.dtype), BT=ROWS, BS=BS, num_warps=8, num_stages=1,
+                LEARNS=learns, PREC=dot_precision(q.dtype), BT=ROWS, BS=BS, num_warps=4, num_stages=1,
+                maxnreg=registers,
             )  # fmt: skip
 
         programs = min(tiles, cdiv(PROGRAMS, B * G))

@@ -14,7 +14,7 @@ from attnzoo.kernels.common.retention import Rule, numbers_of
 from attnzoo.kernels.retention.holding import retention_held_bwd_kernel, retention_held_kernel
 
 Some = Tensor | None
-BT = BS = 64
+BT = BS = 32
 
 
 class HeldForward(NamedTuple):
