@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from attnzoo.kernels.common import tiles
+from attnzoo.kernels.common import direct, tiles
+from attnzoo.kernels.common.direct import Repeated
 from attnzoo.kernels.common.recording import recorders
 
 MOST = 256  # kinds of runs of an op that are remembered
@@ -83,23 +84,6 @@ class _Call(NamedTuple):
     given: list[Any]
     form: TreeSpec
     makes: list[tuple[int, int]]
-
-
-class _At:
-    """A stand-in for a descriptor's tensor, of which only the address is asked."""
-
-    pointer = 0
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-def _placeless(described: Any) -> Any:
-    """A descriptor like another one, of what begins where its ``base.pointer`` will say."""
-    made = object.__new__(type(described))
-    vars(made).update(vars(described))
-    made.base = _At()
-    return made
 
 
 class Replay:
@@ -231,7 +215,7 @@ class _Recorder(TorchDispatchMode):
             if described or (isinstance(x, Tensor) and x.numel()):
                 place = self._place((x.base if described else x).data_ptr())
                 (descriptors if described else pointers).append((i, *place))
-        plain = [0 if isinstance(x, Tensor) else _placeless(x) if hasattr(x, "looked_up_by") else x for x in args]
+        plain = [0 if isinstance(x, Tensor) else direct.placeless(x) if hasattr(x, "looked_up_by") else x for x in args]
         self._steps.append(_Launch(run, grid, begin, plain, pointers, descriptors))
 
     def _look_for_ends(self) -> None:
@@ -299,7 +283,7 @@ class _Recording:
                     [(i, places[n][0], places[n][1] + offset) for i, n, offset in some]
                     for some in (step.pointers, step.descriptors)
                 )
-                self._steps.append(step._replace(pointers=pointers, descriptors=descriptors))
+                self._steps.append(direct.repeat(*step[:4], pointers, descriptors))
             elif isinstance(step, _Call):
                 for _, number in step.makes:
                     places[number], count = (count, 0), count + 1
@@ -327,13 +311,8 @@ class _Recording:
         with self._lock:
             for step in self._steps:
                 kind = type(step)
-                if kind is _Launch:
-                    run, grid, begin, args, places, descriptors = step
-                    for i, number, offset in places:
-                        args[i] = pointers[number] + offset
-                    for i, number, offset in descriptors:
-                        args[i].base.pointer = pointers[number] + offset
-                    run(*grid, stream, *begin, *args)
+                if kind is Repeated:
+                    step(pointers, stream)
                 elif kind is _Made:
                     x = torch.empty_strided(step.size, step.stride, dtype=step.dtype, device=self._device)
                     if spoiled:

@@ -190,8 +190,8 @@ def test_what_ends_early_gives_its_memory_back_in_replays(monkeypatch: pytest.Mo
     (recording,) = made._known.values()
     steps = [step if isinstance(step, int) else type(step).__name__ for step in recording._steps]  # type: ignore[union-attr]
     at = steps.index(3)  # the square, the first that is made after three inputs
-    assert steps[:at].count("_Launch") == 2
-    assert steps[at:].count("_Launch") == 2
+    assert steps[:at].count("Repeated") == 2
+    assert steps[at:].count("Repeated") == 2
     assert again(*pair())
 
 
