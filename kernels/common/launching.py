@@ -62,6 +62,11 @@ def addressable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and near else x.contiguous()
 
 
+def side_by_side(x: Tensor) -> Tensor:
+    """x [B, T, ...], copied unless the numbers of a token lie side by side."""
+    return x if x[0, 0].is_contiguous() else x.contiguous()
+
+
 def can_describe(*xs: Tensor) -> bool:
     """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
     strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launched import launched
-from attnzoo.kernels.common.launching import cdiv, head_block
+from attnzoo.kernels.common.launching import cdiv, head_block, side_by_side
 from attnzoo.kernels.common.partial_sums import partial_sums, program_shares
 from attnzoo.kernels.norms.parts import Gated, Skip
 
@@ -162,11 +162,6 @@ def _launch(
     )  # fmt: skip
     strides = (*x.stride()[:2], *logits.stride()[:2], *v.stride()[:2])
     return Launch((x, w, logits, v, scale), strides, constants, BT, min(16, max(4, 4 * BN // tile)))
-
-
-def side_by_side(x: Tensor) -> Tensor:
-    """x [B, T, ...], copied unless the numbers of a token lie side by side."""
-    return x if x[0, 0].is_contiguous() else x.contiguous()
 
 
 def norm(x: Tensor, weight: Some, gate: Gated | None, skip: Skip | None, kind: str, eps: float, groups: int) -> Tensor:
