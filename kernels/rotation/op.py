@@ -74,12 +74,8 @@ class RotationGradients(NamedTuple):
     w: Some
 
 
-def _there(vectors: Vectors) -> list[Tensor]:
-    return [x.contiguous() for x in vectors if x is not None]
-
-
 def _forward(x: RotationInputs) -> RotationOutputs:
-    angle, vectors = x.angle.contiguous(), _there(x.vectors)
+    angle, vectors = x.angle.contiguous(), [y for y in x.vectors if y is not None]
     with on_device_of(x.vectors.q):
         sums = None if angle.ndim == 1 else phase_sums(angle)
         dtypes = (x.dtype, x.dtype, torch.float32)[: len(vectors)]
@@ -106,7 +102,8 @@ def _forward_fake(x: RotationInputs) -> RotationOutputs:
 
 
 def _backward(x: RotationBackward) -> RotationGradients:
-    angle, ys, dys = x.angle.contiguous(), [y for y in x.turned if y is not None], _there(x.grads)
+    angle, ys = x.angle.contiguous(), [y for y in x.turned if y is not None]
+    dys = [dy.contiguous() for dy in x.grads if dy is not None]
     with on_device_of(x.turned.q):
         dangle = angle_gradient(angle, ys, dys, x.balanced) if x.of_angle else None
         dq, dk, *dw = turn_all(angle, x.sums, dys, x.dtypes[: len(dys)], back=True)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launched import launched
-from attnzoo.kernels.common.launching import cdiv, head_block
+from attnzoo.kernels.common.launching import cdiv, head_block, side_by_side
 
 TL_HALF_PI = tl.constexpr(math.pi / 2)
 TL_TURNS = tl.constexpr(2 / math.pi)
@@ -75,16 +75,21 @@ def _pairs(p_x, o_x, m_x, BT: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def _turn(p_x, p_y, o_x, m_x, b_cos, b_sin, BT: tl.constexpr, BP: tl.constexpr):
-    b_a, b_b = _pairs(p_x, o_x, m_x, BT, BP)
+def _turn(
+    p_x, p_y, i_b, o_t, o_hc, T, m_x, b_cos, b_sin, stride_b, stride_t, WIDTH: tl.constexpr, BT: tl.constexpr,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one head of x, whose WIDTH numbers of a token lie side by side."""
+    b_a, b_b = _pairs(p_x, i_b * stride_b + o_t.to(tl.int64)[:, None] * stride_t + o_hc[None, :], m_x, BT, BP)
     b_y = tl.reshape(tl.join(b_a * b_cos - b_b * b_sin, b_a * b_sin + b_b * b_cos), [BT, 2 * BP])
-    tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
+    tl.store(p_y + (i_b * T + o_t)[:, None] * WIDTH + o_hc[None, :], b_y.to(p_y.dtype.element_ty), mask=m_x)
 
 
 @launched
 @triton.jit(do_not_specialize=["T", "NB"])
 def turn_kernel(
     p_angle, p_sums, p_q, p_k, p_w, p_yq, p_yk, p_yw, T, NB, BA,
+    stride_qb, stride_qt, stride_kb, stride_kt, stride_wb, stride_wt,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HW: tl.constexpr, HA: tl.constexpr, P: tl.constexpr,
     FIXED: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -110,13 +115,13 @@ def turn_kernel(
     if BACK:
         b_sin = -b_sin
     m_x = (o_t < T)[:, None] & (o_c < 2 * P)[None, :]
-    o_bt = (i_b * T + o_t)[:, None]
+    o_hc = i_h * 2 * P + o_c
     if i_h < HQ:
-        _turn(p_q, p_yq, (o_bt * HQ + i_h) * (2 * P) + o_c[None, :], m_x, b_cos, b_sin, BT, BP)
+        _turn(p_q, p_yq, i_b, o_t, o_hc, T, m_x, b_cos, b_sin, stride_qb, stride_qt, HQ * 2 * P, BT, BP)
     if i_h < HK:
-        _turn(p_k, p_yk, (o_bt * HK + i_h) * (2 * P) + o_c[None, :], m_x, b_cos, b_sin, BT, BP)
+        _turn(p_k, p_yk, i_b, o_t, o_hc, T, m_x, b_cos, b_sin, stride_kb, stride_kt, HK * 2 * P, BT, BP)
     if i_h < HW:
-        _turn(p_w, p_yw, (o_bt * HW + i_h) * (2 * P) + o_c[None, :], m_x, b_cos, b_sin, BT, BP)
+        _turn(p_w, p_yw, i_b, o_t, o_hc, T, m_x, b_cos, b_sin, stride_wb, stride_wt, HW * 2 * P, BT, BP)
 
 
 @triton.jit
@@ -205,6 +210,8 @@ def turn_all(
 ) -> list[Tensor]:
     """Each of two or three vectors ``[B, T, heads, K]`` turned, in ``dtypes``; fixed angles have no ``sums``."""
     B, T, _, K = xs[0].shape
+    xs = [side_by_side(x) for x in xs]
+    strides = [n for x in _three(xs) for n in x.stride()[:2]]
     P, BT, BP = _tile(K)
     ys = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(xs, dtypes, strict=True)]
     heads = [x.shape[2] for x in xs] + [0] * (3 - len(xs))
@@ -212,7 +219,7 @@ def turn_all(
     BA, HA = (1, 1) if angle.ndim == 1 else (angle.shape[0], angle.shape[2])
     sums = angle.new_empty(0, dtype=torch.float64) if sums is None else sums
     turn_kernel[(B * NB * H,)](
-        angle, sums, *_three(xs), *_three(ys), T, NB, BA, H, *heads, HA, P, angle.ndim == 1, back, BT, BP,
+        angle, sums, *_three(xs), *_three(ys), T, NB, BA, *strides, H, *heads, HA, P, angle.ndim == 1, back, BT, BP,
         num_warps=4,
     )  # fmt: skip
     return ys

@@ -135,8 +135,16 @@ def test_vectors_turn_back_in_the_gradient_of_fixed_angles() -> None:
 def test_strides_do_not_matter() -> None:
     given = drawn(SHAPES["a head's own"], torch.float32)
     strided = [x.detach().mT.contiguous().mT.requires_grad_() for x in given]
-    for x, y in zip(outcome(given, torch.float32, False), outcome(strided, torch.float32, False), strict=True):
-        assert torch.equal(x, y)
+    angle, *xs = given
+    together = torch.cat(xs, -1).detach().flatten(2).split([x[0, 0].numel() for x in xs], -1)  # of one product
+    apart = [x.unflatten(2, like.shape[2:]) for x, like in zip(together, xs, strict=True)]
+    assert not any(x.is_contiguous() for x in apart)
+    same = [x.detach().contiguous().requires_grad_() for x in apart]
+    expected = outcome(given, torch.float32, False), outcome([angle, *same], torch.float32, False)
+    found = strided, [angle, *(x.requires_grad_() for x in apart)]
+    for ours, plainly in zip(found, expected, strict=True):
+        for x, y in zip(outcome(ours, torch.float32, False), plainly, strict=True):
+            assert torch.equal(x, y)
 
 
 def test_opcheck() -> None:
