@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class _Products(torch.autograd.Function):
 def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
     """The products of rows ``x [B, T, D]`` with weights of a layer, by name; not of those that must be called.
 
-    Thin maps, of gates, are one product; wide ones are taken where a gradient is recorded, for its sums.
+    Thin maps, of gates, are one product. Wide ones are taken where a gradient is recorded: as one product in compiled
+    code, whose launches take the host's time, and else for the sums of their gradients of x.
     """
     weights: dict[str, Any] = {
         name: part.weight for name, part in maps.items()
@@ -53,19 +54,27 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
     if not weights or not on_kernels(impl, x, *weights.values()):
         return {}
     thin = [name for name, part in maps.items() if type(part) is GateAffine]
-    if len(thin) < 2 or not all(name in weights for name in thin):
-        thin = []
-    wide = [name for name in weights if name not in thin]
-    if torch.compiler.is_compiling() or in_transform() or not records(x, *weights.values()):
-        wide = []
-    of = [weights[name] for name in wide]
-    if thin:
-        of.append(torch.cat([weights[name] for name in thin]))
+    groups: list[Sequence[str]] = [thin] if len(thin) > 1 and all(name in weights for name in thin) else []
+    wide = [name for name in weights if [thin] != groups or name not in thin]
+    compiled = torch.compiler.is_compiling()
+    if in_transform() or not records(x, *weights.values()):
+        pass
+    elif compiled:  # each begins at a multiple of 16 bytes
+        wide = [name for name in wide if type(maps[name]) is nn.Linear and len(weights[name]) % 8 == 0]
+        groups += [wide] if len(wide) > 1 else []
+    else:
+        groups += zip(wide, strict=True)  # each by itself
+    if sum(map(len, groups)) < 2:
+        return {}
+    of = [weights[names[0]] if len(names) == 1 else torch.cat([weights[name] for name in names]) for names in groups]
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(x.device.type)
         x, of = x.to(dtype), [one.to(dtype) for one in of]
-    if (len(of) < 2 and not thin) or {one.dtype for one in of} != {x.dtype}:
+    if {one.dtype for one in of} != {x.dtype}:
         return {}
-    made = [*_Products.apply(x, *of)] if wide else [F.linear(x, of[0])]  # type: ignore[no-untyped-call]
-    parts = made.pop().split([len(weights[name]) for name in thin], -1) if thin else ()
-    return dict(zip([*wide, *thin], [*made, *parts], strict=True))
+    alone = compiled or len(of) < 2
+    made = [F.linear(x, one) for one in of] if alone else _Products.apply(x, *of)  # type: ignore[no-untyped-call]
+    known: dict[str, Tensor] = {}
+    for names, y in zip(groups, made, strict=True):
+        known.update(zip(names, y.split([len(weights[n]) for n in names], -1) if len(names) > 1 else (y,), strict=True))
+    return known

@@ -83,3 +83,32 @@ def test_autocast_leaves_rows_in_float64_as_they_are() -> None:
     assert {*known} == {*made}
     with torch.autocast("cpu"):
         assert products(x, maps(), "triton") == {}
+
+
+def test_compiled_wide_maps_are_one_product_where_each_begins_at_16_bytes() -> None:
+    """With the numbers of maps one by one; where no gradient is recorded their weights are not put together."""
+    torch.manual_seed(0)
+    sizes = {"q": 16, "k": 8, "v": 8, "odd": 5}
+    made: dict[str, nn.Module] = {name: nn.Linear(6, n, bias=False) for name, n in sizes.items()}
+    made |= {"a": GateAffine(6, 2), "b": GateAffine(6, 8)}
+    x, graphs = torch.randn(2, 3, 6).requires_grad_(), []
+
+    def kept(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append([node.target for node in graph.graph.nodes].count(torch._C._nn.linear))
+        return graph
+
+    known = torch.compile(lambda x: products(x, made, "triton"), backend=kept, fullgraph=True)
+    found = known(x)
+    assert {*found} == {"q", "k", "v", "a", "b"}
+    assert graphs == [2]  # of the wide ones, and of the gates
+    leaves = [x, *(made[name].weight for name in found)]
+    for name, y in found.items():
+        torch.testing.assert_close(y, F.linear(x, made[name].weight))
+    ours, plain = (
+        torch.autograd.grad(sum(y.square().sum() for y in of.values()), leaves)
+        for of in (found, {name: F.linear(x, made[name].weight) for name in found})
+    )
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        assert {*known(x)} == {"a", "b"}
