@@ -14,7 +14,7 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 MOST = 1024  # encoded descriptors that are kept, of one argument of a launch
-_STREAM = 3  # its place, after the grid, for launchers in Python and in C
+STREAM = 3  # its place, after the grid, for launchers in Python and in C
 _SIZES = {"global_scratch_size", "profile_scratch_size"}  # of memory that a launcher takes
 _KNOWN = _SIZES | {
     "arg_annotations", "global_scratch_align", "gsan_enabled", "kernel_signature", "launch", "launch_cooperative_grid",
@@ -62,24 +62,26 @@ class Repeated(NamedTuple):
 
     def __call__(self, pointers: Sequence[int], stream: int) -> None:
         """Launch on ``stream``, with tensors at these addresses."""
-        run, given, args, places, descriptors, encode = self
-        for i, number, offset in places:
-            args[i] = pointers[number] + offset
-        if descriptors:
-            missing = False
-            for base, number, offset, i, known in descriptors:
-                base.pointer = pointer = pointers[number] + offset
-                if encode is not None:
-                    args[i] = found = known.get(pointer)
-                    missing |= found is None
-            if missing and encode is not None:
-                made = encode()
-                for base, _, _, i, known in descriptors:
-                    if len(known) >= MOST:
-                        known.clear()
-                    args[i] = known[base.pointer] = made[i]
-        given[_STREAM] = stream
-        run(*given)
+        for i, number, offset in self.pointers:
+            self.args[i] = pointers[number] + offset
+        self.describe(pointers)
+        self.given[STREAM] = stream
+        self.run(*self.given)
+
+    def describe(self, pointers: Sequence[int]) -> None:
+        """Fill in the descriptors of tensors at these addresses."""
+        missing = False
+        for base, number, offset, i, known in self.descriptors:
+            base.pointer = pointer = pointers[number] + offset
+            if self.encode is not None:
+                self.args[i] = found = known.get(pointer)
+                missing |= found is None
+        if missing and self.encode is not None:
+            made = self.encode()
+            for base, _, _, i, known in self.descriptors:
+                if len(known) >= MOST:
+                    known.clear()
+                self.args[i] = known[base.pointer] = made[i]
 
 
 def repeat(
@@ -124,7 +126,7 @@ def _in_c(
 
     def hand() -> tuple[Any, ...]:
         given = hand_on(*grid, stream, *begin, *stand_in)
-        if len(given) <= _STREAM or given[_STREAM] is not stream:
+        if len(given) <= STREAM or given[STREAM] is not stream:
             raise ValueError("the stream is not the fourth argument of the launcher in C")
         return given
 

@@ -105,8 +105,8 @@ class NamedOp(Generic[Inputs, Outputs]):
         definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
-        if replays:
-            self._shorten()
+        if isinstance(self._run, Replay):
+            self._shorten(self._run)
 
     def __call__(self, given: Inputs) -> Outputs:
         """The outputs, by way of torch's dispatcher where anything beside autograd must see the op.
@@ -122,18 +122,18 @@ class NamedOp(Generic[Inputs, Outputs]):
         made = self.op(*leaves)
         return cast(Outputs, self.outputs.read((made,) if self.outputs.single else made))
 
-    def _shorten(self) -> None:
+    def _shorten(self, run: Replay) -> None:
         """Let calls from compiled code, which record no gradient, run the function as calls from Python do.
 
         torch's own way goes through the dispatcher once more and looks at all storages, which takes the host about as
         long as a replay.
         """
-        usual, function = make_autograd_impl(self.op, self._definition), self._flat(self._run)
+        usual, whole = make_autograd_impl(self.op, self._definition), self._whole
 
         def seen(keys: Any, *leaves: Any) -> Any:
             if dispatched(leaves) or recorded(leaves):
                 return usual(keys, *leaves)
-            return function(*leaves)
+            return whole(run(leaves, whole=True), leaves[0])
 
         namespace, name = self.op._schema.name.split("::")
         self._library = torch.library.Library(namespace, "IMPL")  # what it registers goes with it
@@ -200,15 +200,19 @@ class NamedOp(Generic[Inputs, Outputs]):
 
         self._definition.register_autograd(refuse)
 
+    def _whole(self, outputs: Sequence[Any], like: Tensor) -> Any:
+        """What torch's op returns for these leaves, with vectors without elements for those that are not there."""
+        made = [*outputs]
+        for i, x in enumerate(made):
+            if x is None:
+                made[i] = like.new_empty(0)
+        return made[0] if self.outputs.single else tuple(made)
+
     def _flat(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., Any]:
         """``function`` of the leaves one by one, with the signature that torch reads the op's schema from."""
 
         def call(*leaves: Any) -> Any:
-            made = [*function(leaves)]
-            for i, x in enumerate(made):
-                if x is None:
-                    made[i] = leaves[0].new_empty(0)
-            return made[0] if self.outputs.single else tuple(made)
+            return self._whole(function(leaves), leaves[0])
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind, annotation=t) for name, t in self.inputs.types.items()]

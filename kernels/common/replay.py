@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from attnzoo.kernels.common import direct, tiles
+from attnzoo.kernels.common import direct, memory, tiles
 from attnzoo.kernels.common.direct import Repeated
 from attnzoo.kernels.common.recording import recorders
 
 MOST = 256  # kinds of runs of an op that are remembered
-SMALL = 1 << 23  # bytes of a tensor up to which it shares memory with others that are not returned
-_ALIGNED = 512  # bytes, as torch's allocator aligns
 _FIRST_DEVICE = 0  # that runs are replayed on: no CPU
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
@@ -32,14 +32,17 @@ _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what they return says the device
 _current_device = getattr(torch._C, "_cuda_getDevice", int)  # torch for CPUs has none
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_deterministic = torch._C._get_deterministic_algorithms
+_shape_and_dtype = attrgetter("shape", "dtype")
+_precision = torch._C._get_float32_matmul_precision
 _logger = logging.getLogger("attnzoo.kernels.replay")
 
 
 class _Made(NamedTuple):
     """A tensor that a run makes."""
 
-    size: Sequence[int]
-    stride: Sequence[int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     zeros: bool
 
@@ -86,6 +89,19 @@ class _Call(NamedTuple):
     makes: list[tuple[int, int]]
 
 
+def _taken(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """The leaves at these places."""
+    begin = places[0] if places else 0
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(begin, begin + len(places)))
+
+
+@lru_cache(16 * MOST)
+def _parted(kinds: tuple[type, ...]) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Any, ...]]]:
+    """Of a tuple of leaves of these types, the tensors, and all others."""
+    which = [[i for i, kind in enumerate(kinds) if issubclass(kind, Tensor) is are] for are in (True, False)]
+    return _taken(which[0]), _taken(which[1])
+
+
 class Replay:
     """A function of an op's leaves (inputs one by one), replayed where it can be.
 
@@ -99,55 +115,56 @@ class Replay:
         self._run, self._proven = run, proven
         self._known: dict[tuple[Any, ...], _Recording | str] = {}  # or why it is run
 
-    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, leaves: Sequence[Any], whole: bool = False) -> Sequence[Any]:
+        """The leaves of the outputs; ``whole`` lets replays give a vector without elements, like the first input, for
+        one that is not there."""
         if recorders.compiles:
             return self._run(leaves)
-        where = leaves[0].get_device()
+        which, rest = _parted(tuple(map(type, leaves)))
+        given = tuple(leaves)
+        tensors = which(given)
+        where = tensors[0].get_device()
         device = _current_device() if where >= _FIRST_DEVICE else where  # torch for GPUs raises where there is none
-        key: list[Any] = [tiles.changes(), torch.get_float32_matmul_precision(), device, where]
-        pointers: list[int] = []
-        for x in leaves:
-            if isinstance(x, Tensor):
-                pointer = x.data_ptr()
-                key += (x.shape, x.stride(), x.dtype, pointer % 16 == 0)
-                pointers.append(pointer)
-            else:
-                key.append(x)
-                pointers.append(0)
-        found = tuple(key)
-        known = self._known.get(found)
+        pointers = [*map(Tensor.data_ptr, tensors)]
+        aligned = reduce(or_, pointers) % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
+        kinds = (*map(_shape_and_dtype, tensors), *map(Tensor.stride, tensors))
+        key = (which, rest(given), kinds, aligned, tiles.changes(), _precision(), device, where)
+        known = self._known.get(key)
         if type(known) is _Recording:
-            if not recorders.watched() and not torch.are_deterministic_algorithms_enabled():
-                return known(leaves, pointers, device)
+            if not recorders.watched() and not _deterministic():
+                made = known(tensors, pointers, device)
+                if whole:
+                    for i in known.absent:
+                        made[i] = known.empty((0,), (1,), tensors[0].dtype)
+                return made
         elif not known:
-            return self._meet(found, known is None, leaves, pointers)
+            return self._meet(key, known is None, leaves, tensors, pointers)
         return self._run(leaves)
 
     def _meet(
-        self, key: tuple[Any, ...], new: bool, leaves: Sequence[Any], pointers: Sequence[int]
+        self, key: tuple[Any, ...], new: bool, leaves: Sequence[Any], tensors: Sequence[Tensor], pointers: list[int]
     ) -> Sequence[Any]:  # fmt: skip
         """A run of a kind that was never met, or met once: that is recorded."""
         if new:
             if len(self._known) >= MOST:
                 self._known.clear()
-            devices = {x.get_device() for x in leaves if isinstance(x, Tensor)}
+            devices = {x.get_device() for x in tensors}
             usual = min(devices) >= _FIRST_DEVICE and devices == {_current_device()}
             self._known[key] = "" if usual else "tensors are not on the current GPU"
             return self._run(leaves)
-        if torch.are_deterministic_algorithms_enabled():  # new memory is filled
+        if _deterministic():  # new memory is filled
             return self._run(leaves)
         if self._proven and torch.cuda.is_current_stream_capturing():
             return self._run(leaves)
-        tensors = [p for x, p in zip(leaves, pointers, strict=True) if isinstance(x, Tensor)]
-        if len(set(tensors)) < len(tensors):  # which is which could not be told
+        if len(set(pointers)) < len(pointers):  # which is which could not be told
             return self._run(leaves)
-        recorder = _Recorder(leaves)
+        recorder = _Recorder(tensors)
         with recorder, recorders.listening(recorder):
             outputs = self._run(leaves)
         recording = recorder.recording(outputs)
         if self._proven and isinstance(recording, _Recording):
             try:
-                again = recording(leaves, [*pointers], key[2], spoiled=True)
+                again = recording(tensors, [*pointers], key[-2], spoiled=True)
                 pairs = [*zip(outputs, again, strict=True)]
                 if not all(_same(a, b, n >= self._proven) for n, (a, b) in enumerate(pairs)):
                     recording = "a replay gives other numbers"
@@ -162,13 +179,13 @@ class Replay:
 class _Recorder(TorchDispatchMode):
     """Writes down what a run does."""
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.why = ""
-        self._inputs = len(leaves)
-        self._device = next(x.device for x in leaves if isinstance(x, Tensor))
-        self._ranges = [_range(x) if isinstance(x, Tensor) else (0, 0) for x in leaves]
-        self._whole = {n: (x.shape, x.stride(), x.dtype) for n, x in enumerate(leaves) if isinstance(x, Tensor)}
+        self._inputs = len(tensors)
+        self._device = tensors[0].device
+        self._ranges = [*map(_range, tensors)]
+        self._whole = {n: (x.shape, x.stride(), x.dtype) for n, x in enumerate(tensors)}
         self._made: dict[int, _Made] = {}
         self._alive: dict[int, StorageWeakRef] = {}
         self._steps: list[Any] = []  # launches, calls, and numbers of tensors: where they are made, and where they end
@@ -201,7 +218,7 @@ class _Recorder(TorchDispatchMode):
         number = len(self._ranges)
         self._ranges.append(_range(x))
         self._whole[number] = x.shape, x.stride(), x.dtype
-        self._made[number] = _Made(x.shape, x.stride(), x.dtype, zeros)
+        self._made[number] = _Made((*x.shape,), x.stride(), x.dtype, zeros)
         self._alive[number] = StorageWeakRef(x.untyped_storage())
         return number
 
@@ -260,19 +277,21 @@ class _Recording:
         self, inputs: int, device: torch.device, made: dict[int, _Made], steps: list[Any],
         returned: Sequence[_View | None],
     ) -> None:  # fmt: skip
-        self._device = device
+        self.empty = memory.allocator(device)
         calls = [step for step in steps if isinstance(step, _Call)]
         kept = {view.of for view in returned if view is not None}
         apart = kept | {n for call in calls for _, n in call.makes}
         apart |= {x.of for call in calls for x in call.given if isinstance(x, _View)}
         shared: dict[int, tuple[bool, int]] = {}  # zeros or not, and bytes from the start
         sizes = {False: 0, True: 0}
-        for number, x in made.items():
-            start, stop = 0, x.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(x.size, x.stride, strict=True)))
-            if number not in apart and stop - start <= SMALL and min(x.size, default=1) > 0:
-                shared[number] = x.zeros, sizes[x.zeros]
-                sizes[x.zeros] += -(-stop // _ALIGNED) * _ALIGNED
-        self._steps: list[Any] = [_Made((n,), (1,), torch.uint8, zeros) for zeros, n in sizes.items() if n]
+        events: list[int] = []
+        for step in steps:
+            events += [step] if isinstance(step, int) else [n for _, n in getattr(step, "makes", ())]
+        bytes_of = {number: memory.occupied(*x[:3]) for number, x in made.items()}
+        for number in memory.joined([n for n in made if n not in apart], bytes_of, events):
+            zeros = made[number].zeros
+            shared[number], sizes[zeros] = (zeros, sizes[zeros]), sizes[zeros] + bytes_of[number]
+        self._steps: list[Any] = [_Made((n // 4,), (1,), torch.float32, zeros) for zeros, n in sizes.items() if n]
         of_zeros = {False: inputs, True: inputs + (sizes[False] > 0)}
         places = {number: (of_zeros[zeros], offset) for number, (zeros, offset) in shared.items()}
         places |= {number: (number, 0) for number in range(inputs)}
@@ -295,29 +314,37 @@ class _Recording:
             elif step < 0 and -step not in shared and -step not in kept:
                 self._steps.append(places[-step][0])
         self._inputs = inputs
+        self.absent = [i for i, x in enumerate(returned) if x is None]
         self._returned = [x if x is None else x._replace(of=places[x.of][0]) for x in returned]
         self._lock = threading.Lock()  # the lists of arguments are filled in place
 
     def __call__(
-        self, leaves: Sequence[Any], pointers: list[int], device: int, spoiled: bool = False
+        self, inputs: Sequence[Tensor], pointers: list[int], device: int, spoiled: bool = False
     ) -> list[Tensor | None]:  # fmt: skip
         """The outputs' leaves; ``pointers`` are those of the inputs, to which those of what is made are added.
 
         Args:
             spoiled: fill new memory with bytes that are NaN.
         """
-        tensors = [*leaves]
+        tensors: list[Any] = [*inputs]
         stream = _stream(device)
         with self._lock:
             for step in self._steps:
                 kind = type(step)
                 if kind is Repeated:
-                    step(pointers, stream)
+                    launch, given, args, places, descriptors, _ = step
+                    for i, number, offset in places:
+                        args[i] = pointers[number] + offset
+                    if descriptors:
+                        step.describe(pointers)
+                    given[direct.STREAM] = stream
+                    launch(*given)
                 elif kind is _Made:
-                    x = torch.empty_strided(step.size, step.stride, dtype=step.dtype, device=self._device)
+                    size, stride, dtype, zeros = step
+                    x = self.empty(size, stride, dtype)
                     if spoiled:
                         x.untyped_storage().fill_(255)  # type: ignore[attr-defined]
-                    tensors.append(x.zero_() if step.zeros else x)
+                    tensors.append(x.zero_() if zeros else x)
                     pointers.append(x.data_ptr())
                 elif kind is _Call:
                     values = [_seen(tensors, x) if type(x) is _View else x for x in step.given]

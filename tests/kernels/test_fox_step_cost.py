@@ -71,7 +71,7 @@ def test_a_step_asks_little_of_the_host(
     assert count.work <= most
 
 
-TRAINED = {"nope": (141, 35), "fox": (145, 52), "rope": (198, 41), "path_fox": (294, 99)}  # calls of Python, operations
+TRAINED = {"nope": (141, 29), "fox": (145, 41), "rope": (197, 31), "path_fox": (294, 77)}  # calls of Python, operations
 COMPILED = {"nope": 19, "fox": 19, "rope": 37, "path_fox": 58}  # calls of Python
 
 

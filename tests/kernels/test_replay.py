@@ -17,7 +17,7 @@ import wall_cases
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common import replay, tiles
+from attnzoo.kernels.common import memory, replay, tiles
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.replay import Replay
 from attnzoo.kernels.fox import fox_attention
@@ -183,13 +183,13 @@ def test_nothing_is_replayed_where_new_memory_is_filled_or_launches_are_watched(
 
 
 def test_what_ends_early_gives_its_memory_back_in_replays(monkeypatch: pytest.MonkeyPatch, again: Any) -> None:
-    monkeypatch.setattr(replay, "SMALL", 0)
+    monkeypatch.setattr(memory, "SMALL", 0)
     made = Replay(plain)
     for _ in range(3):
         made((*pair(), 2.0))
     (recording,) = made._known.values()
     steps = [step if isinstance(step, int) else type(step).__name__ for step in recording._steps]  # type: ignore[union-attr]
-    at = steps.index(3)  # the square, the first that is made after three inputs
+    at = steps.index(2)  # the square, the first that is made after two tensors that are given
     assert steps[:at].count("Repeated") == 2
     assert steps[at:].count("Repeated") == 2
     assert again(*pair())
