@@ -4,7 +4,7 @@ A program owns a tile of keys and meets its tiles of rows from the last to the f
 a mean over the rows from there on. It is kept as the logarithm of its largest weight, and the sums of weights and of
 what they weigh beside it, for weights are powers of contributions, which float32 could not hold. A target needs the
 utilities of all keys of a row: one launch adds them up to each row's unit, the next one computes them again and learns.
-All logarithms are log2; there are few, as Triton's takes as long as twenty products.
+All logarithms are log2.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnzoo.kernels.common.approximate import log2, reciprocal
 from attnzoo.kernels.common.forgetful_bias import load_retention
 from attnzoo.kernels.common.gate_bias import const_gate, gate_at, gates_from
 from attnzoo.kernels.common.gate_sums import maximum
@@ -63,7 +64,7 @@ def _log_contributions(b_k, p_q, p_k, p_lse, p_c, p_base, p_g, p_since, i_b, i_g
             b_since = tl.load(p_since + i_b * stride_lb + i_h * stride_lh + b_t, mask=b_t < T, other=0)
             b_y = tl.where(b_s[:, None] >= b_since[None, :], b_y, NONE)
         b_x = 2.0 * b_y if REP == 1 else b_x + tl.exp2(2.0 * b_y)
-    return b_x if REP == 1 else tl.log2(tl.maximum(b_x, TINY))
+    return b_x if REP == 1 else log2(tl.maximum(b_x, TINY))
 
 
 @triton.jit
@@ -71,30 +72,31 @@ def _learn(b_rho, b_base, b_fade, b_age, KIND: tl.constexpr, MSE: tl.constexpr):
     """Divergence of retention from b_rho, and its derivatives by a key's base or rate, and fade. # [BS, BT] each"""
     b_no, b_late = 1.0 - b_rho, b_age
     if KIND == 2:
-        b_late = tl.log2(1.0 + tl.maximum(b_age, 0.0))
+        b_late = log2(1.0 + tl.maximum(b_age, 0.0))
         b_x = b_base - b_fade * b_late
         b_e = tl.exp2(-tl.abs(b_x))
         b_1 = 1.0 + b_e
-        b_r = tl.where(b_x > 0.0, 1.0, b_e) / b_1
-        b_slope = b_e / (b_1 * b_1) if MSE else 1.0
+        b_part = reciprocal(b_1)
+        b_r = tl.where(b_x > 0.0, 1.0, b_e) * b_part
+        b_slope = b_e * b_part * b_part if MSE else 1.0
         b_each = b_no * tl.maximum(b_x, 0.0) - b_rho * tl.minimum(b_x, 0.0)  # and log b_1, of r as of 1 - r
     else:
         b_n = tl.maximum(b_age, 1.0)
         b_x = -b_base * b_n
         b_r = tl.exp2(b_x)
-        b_y = b_x / TL_LOG2E
+        b_y = b_x * (1.0 / TL_LOG2E)
         b_near = -b_y * (1 + b_y * (1 / 2 + b_y * (1 / 6 + b_y * (1 / 24 + b_y * (1 / 120 + b_y / 720)))))
         b_gone = tl.maximum(tl.where(b_y > -0.25, b_near, 1.0 - b_r), TINY)  # 1 - r, also where r is nearly 1
-        b_slope = -b_r * b_n if MSE else -b_n / b_gone
+        b_slope = -b_r * b_n if MSE else -b_n * reciprocal(b_gone)
         b_1 = 1.0
-        b_each = -b_rho * b_x - b_no * tl.log2(b_gone)
+        b_each = -b_rho * b_x - b_no * log2(b_gone)
     b_d = b_r - b_rho
     if MSE:
         b_each, b_slope = b_d * b_d, 2.0 * b_d * b_slope
     else:
-        b_each += b_rho * tl.log2(tl.maximum(b_rho, TINY) * b_1) + b_no * tl.log2(tl.maximum(b_no, TINY) * b_1)
-        b_each, b_slope = b_each / TL_LOG2E, b_d * b_slope
-    return b_each, b_slope, b_slope * b_late / -TL_LOG2E
+        b_each += b_rho * log2(tl.maximum(b_rho, TINY) * b_1) + b_no * log2(tl.maximum(b_no, TINY) * b_1)
+        b_each, b_slope = b_each * (1.0 / TL_LOG2E), b_d * b_slope
+    return b_each, b_slope, b_slope * b_late * (-1.0 / TL_LOG2E)
 
 
 @launched
@@ -122,7 +124,8 @@ def retention_lesson_kernel(
     p_value += i_bg.to(tl.int64) * T
     p_output += i_bg.to(tl.int64) * T
     p_unit += i_bg.to(tl.int64) * T if LEARNS else (i_p * n_bg + i_bg).to(tl.int64) * T
-    o_t, o_s, o_k = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK)
+    o_t = BT - 1 - tl.arange(0, BT)  # from last to first, as a scan in reverse turns each number around twice
+    o_s, o_k = tl.arange(0, BS), tl.arange(0, BK)
     b_lag = o_t.to(tl.float32) * fade
     for i_s in range(i_p, tl.cdiv(T, BS), n_own):
         s = i_s * BS
@@ -150,23 +153,20 @@ def retention_lesson_kernel(
             b_output = tl.load(p_output + b_t, mask=b_t < T, other=0.0)
             b_x = tl.maximum(b_x + b_value[:, None] - b_output[None, :], LEAST) + b_lag[None, :]
             m = (b_s[:, None] <= b_t[None, :]) & (b_t[None, :] < b_stop[:, None])
-            m_end, m_begin = (o_t == BT - 1)[None, :], (o_t == 0)[None, :]
+            m_begin = (o_t == 0)[None, :]
             b_n = tl.where(m, tl.exp2(b_x), 0.0)
             b_w = b_n * tau if POOL == 1 else b_x * tau
             b_w = tl.where(m, b_w, NONE)
             if POOL == 2:
-                b_w = tl.maximum(b_w, tl.where(m_end, b_wc[:, None], NONE))
-                b_w = tl.associative_scan(b_w, 1, maximum, reverse=True)
+                b_w = tl.maximum(tl.associative_scan(b_w, 1, maximum), b_wc[:, None])
                 b_y = tl.exp2(b_w)
-            else:  # the last row takes along what comes after it
+            else:
                 b_z = tl.where(m, 1.0, 0.0)
-                b_w, b_z, b_n = _join(
-                    b_w, b_z, b_n, tl.where(m_end, b_wc[:, None], NONE), tl.where(m_end, b_zc[:, None], 0.0),
-                    tl.where(m_end, b_nc[:, None], 0.0))  # fmt: skip
-                b_w, b_z, b_n = tl.associative_scan((b_w, b_z, b_n), 1, _join, reverse=True)
+                b_w, b_z, b_n = tl.associative_scan((b_w, b_z, b_n), 1, _join)
+                b_w, b_z, b_n = _join(b_w, b_z, b_n, b_wc[:, None], b_zc[:, None], b_nc[:, None])
                 b_zc = tl.sum(tl.where(m_begin, b_z, 0.0), 1)
                 b_nc = tl.sum(tl.where(m_begin, b_n, 0.0), 1) * tl.exp2(BT * fade)
-                b_y = b_n / tl.maximum(b_z, TINY)
+                b_y = b_n * reciprocal(tl.maximum(b_z, TINY))
             b_wc = tl.sum(tl.where(m_begin, b_w, 0.0), 1) + (0.0 if POOL == 1 else BT * fade * tau)
             b_y *= tl.exp2(-b_lag)[None, :]
             b_y = tl.where(m & (b_y > 2.8 * TINY), b_y, 0.0)  # the utility, 0 where all contributions are
@@ -178,9 +178,9 @@ def retention_lesson_kernel(
             else:
                 b_unit = tl.load(p_unit + b_t, mask=b_t < T, other=0.0)[None, :]
                 if LARGEST:
-                    b_rho = tl.minimum(b_y / tl.maximum(b_unit, TINY), 1.0)
+                    b_rho = tl.minimum(b_y * reciprocal(tl.maximum(b_unit, TINY)), 1.0)
                 else:
-                    b_rho = b_y / tl.maximum(b_y + b_unit, TINY)
+                    b_rho = b_y * reciprocal(tl.maximum(b_y + b_unit, TINY))
                 b_age = (b_t[None, :] - b_s[:, None]).to(tl.float32)
                 b_each, b_slope, b_steep = _learn(b_rho, b_base[:, None], b_fade[:, None], b_age, KIND, MSE)
                 m &= b_age >= remembers
