@@ -8,8 +8,9 @@ from typing import Any
 from quoted import BENCHMARKS, mean, over, run
 from quoted import row as row_of
 
-from attnzoo.benchmarks.gpt import MODES, PLAIN
+from attnzoo.benchmarks.gpt import PLAIN
 from attnzoo.benchmarks.measure import with_kernels
+from attnzoo.benchmarks.modes import MODES
 from attnzoo.experiments.experiment import find
 from attnzoo.registry.table import BUILT_IN, PAIRS
 
@@ -22,8 +23,8 @@ def records(kernel: str) -> list[tuple[str, dict[str, Any]]]:
     return [(name, run(name)) for name in names]
 
 
-def link(folder: str) -> str:
-    return f"[all](src:docs/benchmarks/results/{folder}/results.md)"
+def link(folder: str, said: str = "all") -> str:
+    return f"[{said}](src:docs/benchmarks/results/{folder}/results.md)"
 
 
 def machine(record: dict[str, Any]) -> str:
@@ -167,26 +168,26 @@ COSTS = {"first_s": "first step, s", "peak_GiB": "GiB"}  # of a GPT's eager and 
 
 
 def gpt() -> str:
-    """A GPT's training with each attention: of each run, the newest first, what no newer one has. Shares are of SDPA
-    in the same run."""
-    runs = records("gpt")
-    timed = {(row["name"], row["mode"]) for _, record in runs for row in record["rows"]}
-    modes = [mode for mode in MODES if (PLAIN, mode) in timed]
+    """A GPT's training with each attention, on each machine: every mode is from the newest run that has it, and its
+    share is of SDPA in that run."""
+    chosen: dict[tuple[str, str], dict[str, tuple[str, Row, float]]] = {}
+    for folder, record in records("gpt"):
+        whole = {row["mode"]: row["tokens_per_second"] for row in record["rows"] if row["name"] == PLAIN}
+        for row in record["rows"]:
+            found = chosen.setdefault((row["name"], machine(record)), {})
+            found.setdefault(row["mode"], (folder, row, row["tokens_per_second"] / whole[row["mode"]]))
+    modes = [mode for mode in MODES if any(mode in found for found in chosen.values())]
     lines = []
-    newer: set[tuple[str, str]] = set()
-    for folder, record in runs:
-        rows = {(row["name"], row["mode"]): row for row in record["rows"]}
-        shown = {key: row for key, row in rows.items() if key not in newer}
-        newer |= {*rows}
-        for name in dict.fromkeys(name for name, _ in shown):
-            found = {mode: row for mode in modes if (row := shown.get((name, mode)))}
-            whole = {mode: rows[PLAIN, mode]["tokens_per_second"] for mode in found}
-            speeds = {
-                mode: f"{row['tokens_per_second'] / 1e3:.0f} ({row['tokens_per_second'] / whole[mode]:.2f})"
-                for mode, row in found.items()
-            }
-            costs = [f"{found[mode][key]:.0f}" if mode in found else "" for key in COSTS for mode in modes[:2]]
-            lines.append([name, *(speeds.get(mode, "") for mode in modes), *costs, machine(record), link(folder)])
+    for (name, where), found in chosen.items():
+        speeds = {
+            mode: f"{row['tokens_per_second'] / 1e3:.0f} ({share:.2f})" for mode, (_, row, share) in found.items()
+        }
+        costs = [f"{found[mode][1][key]:.0f}" if mode in found else "" for key in COSTS for mode in modes[:2]]
+        of: dict[str, list[str]] = {}
+        for mode in found:
+            of.setdefault(found[mode][0], []).append(mode)
+        links = [link(folder, ", ".join(said) if len(of) > 1 else "all") for folder, said in of.items()]
+        lines.append([name, *(speeds.get(mode, "") for mode in modes), *costs, where, "; ".join(links)])
     costs = [f"{said}, {mode}" for said in COSTS.values() for mode in modes[:2]]
     return markdown(["", *modes, *costs, "GPU, Triton", ""], lines)
 
