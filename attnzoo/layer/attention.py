@@ -24,12 +24,13 @@ from attnzoo.layer.assembly import AttentionParts
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.cache import LayerCache, Owner
 from attnzoo.layer.checks import check_cache, evicts
+from attnzoo.layer.convolved import convolved, one_convolution
 from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, l2_normalize, untouched, writes_fuse
-from attnzoo.layer.products import products
+from attnzoo.layer.products import WHOLE, products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
 from attnzoo.layer.shifted import by_groups
@@ -307,6 +308,8 @@ class Attention(AttentionParts):
             q, k, v = self.q_proj(mixed[0]), self.k_proj(mixed[1]), self.v_proj(mixed[2])
         else:
             inner, known = x if self.latent is None else self.latent(x), stream.products
+            if WHOLE in known:
+                return convolved((self.q_conv, self.k_conv, self.v_conv), known[WHOLE], stream)
             q = known["q"] if "q" in known else self.q_proj(x)
             k = known["k"] if "k" in known else self.k_proj(inner)
             v = known["v"] if "v" in known else self.v_proj(inner)
@@ -336,7 +339,9 @@ class Attention(AttentionParts):
         config, (of_q, of_k, of_v), (map_q, map_k) = self.config, self._heads, self._maps
         mixed = None if self.token_mix is None else self.token_mix(x, stream, "mix")
         if x.is_cuda or self._impl == "triton":
-            stream.products.update(products(x, self._maps_of(mixed), self._impl))
+            together = self.q_conv is not None and one_convolution((self.q_conv, self.k_conv, self.v_conv), x, stream)
+            whole = ("q", "k", "v") if together else ()
+            stream.products.update(products(x, self._maps_of(mixed), self._impl, whole))
         q, k, v = self.rows(x, stream, mixed)
         if self.value_residual is not None:
             v = self.value_residual(v, x if mixed is None else mixed[2], first)

@@ -209,14 +209,14 @@ class ShortConvolution(nn.Module):
         if up is not None:
             return stream.windowed(name, x, self.size, partial(self._convolve_map, up))
         fuses = on_kernels(self.impl, x, self.weight, self.bias)
-        if not fuses or not serves(self.impl, "short convolutions", self._unavailable(x)):
+        if not fuses or not serves(self.impl, "short convolutions", self.unavailable(x)):
             return stream.windowed(name, x, self.size, self._convolve)
         if type(stream) is Stream and stream.valid is None:
             return self._fused(x, stream.continued(name, x, self.size - 1), stream.cu_seqlens)
         n = self.size - 1
         return stream.windowed(name, x, self.size, lambda full: self._fused(full[:, n:], full[:, :n]))
 
-    def _unavailable(self, x: Tensor) -> str:
+    def unavailable(self, x: Tensor) -> str:
         """Why no kernel convolves x, or ""."""
         if self.activation not in (F.silu, _identity):
             return f"expected a SiLU or no activation, got {self.activation}"

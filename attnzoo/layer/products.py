@@ -13,6 +13,8 @@ from attnzoo.algebra.values import in_transform, records
 from attnzoo.layer.modules import on_kernels, untouched
 from attnzoo.precision import GateAffine
 
+WHOLE = "q, k, v"
+
 
 class _Products(torch.autograd.Function):
     """Of rows ``[..., D]`` with weights ``[X, D]``: a node and a sum in place of a node and a sum for each."""
@@ -41,11 +43,12 @@ class _Products(torch.autograd.Function):
         return dx if dx is None else dx.view(x.shape), *found
 
 
-def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, Tensor]:
+def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequence[str] = ()) -> dict[str, Tensor]:
     """The products of rows ``x [B, T, D]`` with weights of a layer, by name; not of those that must be called.
 
     Thin maps, of gates, are one product. Wide ones are taken where a gradient is recorded: as one product in compiled
-    code, whose launches take the host's time, and else for the sums of their gradients of x.
+    code, whose launches take the host's time, and else for the sums of their gradients of x. The products of maps
+    ``whole``, the first wide ones, are wanted as one tensor: where they are taken, it has the name ``WHOLE``.
     """
     weights: dict[str, Any] = {
         name: part.weight for name, part in maps.items()
@@ -56,13 +59,16 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
     thin = [name for name, part in maps.items() if type(part) is GateAffine]
     groups: list[Sequence[str]] = [thin] if len(thin) > 1 and all(name in weights for name in thin) else []
     wide = [name for name in weights if [thin] != groups or name not in thin]
-    compiled = torch.compiler.is_compiling()
+    compiled, whole = torch.compiler.is_compiling(), [*whole] if set(whole) <= {*wide} else []
     if in_transform() or not records(x, *weights.values()):
         pass
     elif compiled:  # each begins at a multiple of 16 bytes
         wide = [name for name in wide if type(maps[name]) is nn.Linear and len(weights[name]) % 8 == 0]
         groups += [wide] if len(wide) > 1 else []
     else:
+        if whole:
+            groups.append(whole)
+            wide = [name for name in wide if name not in whole]
         groups += zip(wide, strict=True)  # each by itself
     if sum(map(len, groups)) < 2:
         return {}
@@ -76,5 +82,11 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str) -> dict[str, T
     made = [F.linear(x, one) for one in of] if alone else _Products.apply(x, *of)  # type: ignore[no-untyped-call]
     known: dict[str, Tensor] = {}
     for names, y in zip(groups, made, strict=True):
-        known.update(zip(names, y.split([len(weights[n]) for n in names], -1) if len(names) > 1 else (y,), strict=True))
+        if len(names) == 1:
+            known[names[0]] = y
+            continue
+        sizes, n = [len(weights[name]) for name in names], len(whole)
+        if whole and [*names[:n]] == whole:
+            names, sizes = [WHOLE, *names[n:]], [sum(sizes[:n]), *sizes[n:]]
+        known.update(zip(names, y.split(sizes, -1) if len(names) > 1 else (y,), strict=True))
     return known

@@ -22,7 +22,7 @@ from attnzoo.precision import GateAffine
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 D, T = 32, 21
-# calls of the kernels in a forward: convolutions, norms (of outputs, of q and k), log decays
+# calls of the kernels in a forward: convolutions (one with a gradient), norms (of outputs, of q and k), log decays
 CALLS: dict[str, tuple[int, int, int]] = {
     "mamba2": (3, 1, 1), "gated_deltanet": (3, 3, 1), "deltanet": (3, 3, 0), "kda": (3, 3, 1), "gla": (0, 1, 1),
     "gla, hgrn2": (0, 1, 1), "retnet": (0, 1, 0),
@@ -90,12 +90,47 @@ def test_layers_call_the_kernels_for_their_parts(name: str, called: Counter[str]
 
     ours = outputs(layers[0])
     names = ("causal_convolution", "head_norm", "log_decays")
-    assert tuple(called[name] for name in names) == tuple(7 * n for n in CALLS[name])
+    expected = Counter(dict(zip(names, (7 * n for n in CALLS[name]), strict=True)))
+    expected["causal_convolution"] -= 2 if CALLS[name][0] else 0  # of the call with a gradient
+    assert [called[name] for name in names] == [expected[name] for name in names]
     assert called["written_values"] == 7 * (name == "mamba2")
     called.clear()
     for x_, exact in zip(ours, outputs(layers[1]), strict=True):
         assert error(x_, exact) < 1e-5
     assert not called
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("mamba2", {"conv_bias": True}), ("gated_deltanet", {}), ("kda", {"conv_activation": "identity"}),
+     ("gated_deltanet", {"num_householder": 2})],
+)  # fmt: skip
+def test_short_convolutions_are_one_where_nothing_waits_for_one_of_them(
+    name: str, options: dict[str, Any], called: Counter[str]
+) -> None:
+    """In a packed row too; a hook, a module of another kind or a frozen weight changes no number."""
+    attn, plain = pair(name, **options)
+    borders = torch.tensor([0, 10, 11, T], device=HERE)
+
+    def outputs(layer: Any) -> list[Tensor]:
+        y = layer(rows(), cu_seqlens=borders)
+        return [y, *torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad])]
+
+    def same(convolutions: int) -> None:
+        called.clear()
+        ours = outputs(attn)
+        assert called["causal_convolution"] == convolutions
+        assert max(map(error, ours, outputs(plain))) < 1e-5
+
+    same(1)
+    for part in (attn.k_conv, attn.v_proj):
+        hook = part.register_forward_hook(lambda module, given, made: None)
+        same(3)
+        hook.remove()
+    for layer in (attn, plain):
+        layer.q_conv.weight.requires_grad_(False)
+        layer.v_proj.weight.requires_grad_(False)
+    same(1)
 
 
 def test_hooks_and_exchanged_modules_are_called(called: Counter[str]) -> None:
@@ -133,7 +168,8 @@ def test_thin_maps_of_a_layer_are_one_product(
         [y := layer(rows()), *torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad])]
         for layer in (attn, plain)
     )
-    wide = ["q", "k", "v", *(["output_gate"] if type(attn.output_gate) is nn.Linear else [])]
+    wide = ["q", "k", "v"] if attn.q_conv is None else [layer_products.WHOLE]
+    wide += ["output_gate"] if type(attn.output_gate) is nn.Linear else []
     assert [sorted(names) for names in made] == [sorted([*thin, *wide])]
     assert max(map(error, ours, exact)) < 1e-5
     expected = plain(rows())
