@@ -20,6 +20,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from attnzoo.algebra.values import OPAQUE
 from attnzoo.kernels.common.replay import Replay
 from attnzoo.kernels.common.together import Passes, compile_together
 
@@ -57,6 +58,13 @@ def recorded(leaves: Sequence[Any]) -> bool:
             if isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
+
+
+def _differentiates_forward(leaves: Sequence[Any]) -> bool:
+    """Whether a forward derivative of any of these is asked for."""
+    if _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None for x in leaves)
 
 
 def refuse(ctx: Any, *grads: Tensor | None) -> None:
@@ -105,8 +113,8 @@ class NamedOp(Generic[Inputs, Outputs]):
         definition = torch.library.custom_op(name, self._flat(self._run), mutates_args=changes, **tags)
         definition.register_fake(self._flat(leaves_of(fake)))
         self._definition, self.op = definition, definition._opoverload
-        if isinstance(self._run, Replay):
-            self._shorten(self._run)
+        if not changes:
+            self._intercept()
 
     def __call__(self, given: Inputs) -> Outputs:
         """The outputs, by way of torch's dispatcher where anything beside autograd must see the op.
@@ -122,18 +130,22 @@ class NamedOp(Generic[Inputs, Outputs]):
         made = self.op(*leaves)
         return cast(Outputs, self.outputs.read((made,) if self.outputs.single else made))
 
-    def _shorten(self, run: Replay) -> None:
-        """Let calls from compiled code, which record no gradient, run the function as calls from Python do.
+    def _intercept(self) -> None:
+        """Refuse forward derivatives, which torch's own way takes for 0 where no gradient is recorded, and let calls
+        from compiled code, which record none, replay the function as calls from Python do.
 
         torch's own way goes through the dispatcher once more and looks at all storages, which takes the host about as
         long as a replay.
         """
-        usual, whole = make_autograd_impl(self.op, self._definition), self._whole
+        usual, whole, run = make_autograd_impl(self.op, self._definition), self._whole, self._run
 
         def seen(keys: Any, *leaves: Any) -> Any:
-            if dispatched(leaves) or recorded(leaves):
-                return usual(keys, *leaves)
-            return whole(run(leaves, whole=True), leaves[0])
+            if dispatched(leaves):
+                if _differentiates_forward(leaves):
+                    raise NotImplementedError(OPAQUE)  # which ends a compiled graph: what follows runs as it is
+            elif isinstance(run, Replay) and not recorded(leaves):
+                return whole(run(leaves, whole=True), leaves[0])
+            return usual(keys, *leaves)
 
         namespace, name = self.op._schema.name.split("::")
         self._library = torch.library.Library(namespace, "IMPL")  # what it registers goes with it

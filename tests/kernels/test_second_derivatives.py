@@ -1,4 +1,4 @@
-"""Second derivatives: right where a form has them, refused in words of ours where a kernel has none."""
+"""Second and forward derivatives: right where a form has them, refused in words of ours where a kernel has none."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from thinning import in_long
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnzoo import Gate, get, oracle
 from attnzoo.kernels.fox import fox_attention
@@ -40,6 +41,27 @@ def second(
 def test_kernels_refuse_second_derivatives(name: str) -> None:
     with pytest.raises(RuntimeError, match="first derivatives only.*expects impl='reference'"):
         second(get(name).forms["triton"], name, torch.float32)
+
+
+@pytest.mark.parametrize("transform", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_refuse_forward_derivatives_in_compiled_code(name: str, transform: bool) -> None:
+    """Where no gradient is recorded, torch's custom ops take them for 0."""
+    q, k, v, gate = random_inputs(name, 1, 20, 2, 1, 16, 16, dtype=torch.float32, regime="open")
+    q, k, v, gate = q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), gate.map(lambda x: x.to(DEVICE))
+
+    def form(q: Tensor) -> Tensor:
+        return cast(Tensor, get(name).forms["triton"](q, k, v, gate))
+
+    def along(q: Tensor) -> Any:
+        if transform:
+            return torch.func.jvp(form, (q,), (q,))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(form(forward_ad.make_dual(q, q))).tangent
+
+    torch._dynamo.reset()
+    with pytest.raises((ValueError, NotImplementedError), match="cannot see through a kernel"):
+        torch.compile(along, backend="eager")(q)
 
 
 def of_kernels(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
