@@ -77,9 +77,14 @@ def test_machine_code_sets_what_it_reads(machine_code: list[dict[str, Any]]) -> 
     assert kernels == {"path_block_fwd_hopper_kernel", "retention_lesson_kernel", *portable}
 
 
-def test_what_keys_learn_stays_in_registers(machine_code: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
+def test_what_keys_learn_leaves_few_registers(
+    machine_code: list[dict[str, Any]], compiled: list[dict[str, Any]]
+) -> None:  # fmt: skip
+    """128 registers let four programs share a multiprocessor of an H200, which was faster than three that spill nothing
+    (docs/benchmarks/log/linear.md); what they spill then is a few numbers."""
     rows = [row for row in machine_code if row["kernel"] == "retention_lesson_kernel"]
-    assert [row["stack"] for row in rows] == [0, 0]  # of the units, and of what is learnt from them
+    assert len(rows) == 2  # of the units, and of what is learnt from them
+    assert all(row["reg"] <= 128 and row["stack"] <= 64 for row in rows), rows
     assert {row["capability"] for row in compiled if row["kernel"] == "retention_lesson_kernel"} == {"8.0"}
 
 
