@@ -14,6 +14,7 @@ from attnzoo.layer.modules import on_kernels, untouched
 from attnzoo.precision import GateAffine
 
 WHOLE = "q, k, v"
+COPIED = 1 << 24  # numbers of weights of one product, held for its gradient, where autocast does not copy them anyhow
 
 
 class _Products(torch.autograd.Function):
@@ -47,8 +48,8 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     """The products of rows ``x [B, T, D]`` with weights of a layer, by name; not of those that must be called.
 
     Thin maps, of gates, are one product. Wide ones are taken where a gradient is recorded: as one product in compiled
-    code, whose launches take the host's time, and else for the sums of their gradients of x. The products of maps
-    ``whole``, the first wide ones, are wanted as one tensor: where they are taken, it has the name ``WHOLE``.
+    code, whose launches take the host's time (but see ``COPIED``), and else for the sums of their gradients of x. The
+    products of maps ``whole``, the first wide ones, are wanted as one tensor: where it is made, its name is ``WHOLE``.
     """
     weights: dict[str, Any] = {
         name: part.weight for name, part in maps.items()
@@ -59,12 +60,21 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     thin = [name for name, part in maps.items() if type(part) is GateAffine]
     groups: list[Sequence[str]] = [thin] if len(thin) > 1 and all(name in weights for name in thin) else []
     wide = [name for name in weights if [thin] != groups or name not in thin]
-    compiled, whole = torch.compiler.is_compiling(), [*whole] if set(whole) <= {*wide} else []
+    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64  # which it leaves as it is
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+    def join(names: Sequence[str]) -> bool:
+        """Whether wide maps may be one product, for whose gradient a copy of their weights is held."""
+        kinds, numbers = {weights[name].dtype for name in names}, sum(weights[name].numel() for name in names)
+        return len(kinds) == 1 and (dtype not in kinds or numbers <= COPIED)  # autocast makes one of each
+
+    compiled = torch.compiler.is_compiling()
+    whole = [*whole] if whole and set(whole) <= {*wide} and join(whole) else []
     if in_transform() or not records(x, *weights.values()):
         pass
     elif compiled:  # each begins at a multiple of 16 bytes
         wide = [name for name in wide if type(maps[name]) is nn.Linear and len(weights[name]) % 8 == 0]
-        groups += [wide] if len(wide) > 1 else []
+        groups += [wide] if len(wide) > 1 and join(wide) else []
     else:
         if whole:
             groups.append(whole)
@@ -73,8 +83,7 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     if sum(map(len, groups)) < 2:
         return {}
     of = [weights[names[0]] if len(names) == 1 else torch.cat([weights[name] for name in names]) for names in groups]
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast leaves as it is
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if autocast:
         x, of = x.to(dtype), [one.to(dtype) for one in of]
     if {one.dtype for one in of} != {x.dtype}:
         return {}

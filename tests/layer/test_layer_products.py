@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from attnzoo.layer import products as layer_products
-from attnzoo.layer.products import _Products, products
+from attnzoo.layer.products import WHOLE, _Products, products
 from attnzoo.precision import GateAffine
 
 
@@ -112,3 +114,39 @@ def test_compiled_wide_maps_are_one_product_where_each_begins_at_16_bytes() -> N
         torch.testing.assert_close(a, b)
     with torch.no_grad():
         assert {*known(x)} == {"a", "b"}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_are_copied_for_one_product_only_where_autocast_does_so_or_they_are_few(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the gradient of the product, which holds the copy from the forward to the backward pass."""
+    made = {name: nn.Linear(16, 8, bias=False) for name in ("q", "k", "v")}
+    x = torch.randn(2, 3, 16).requires_grad_()
+
+    def copied() -> bool:
+        """Whether the weights of all three are held as one tensor."""
+        torch._dynamo.reset()
+        held: list[Tensor] = []
+
+        def pack(y: Tensor) -> Tensor:
+            held.append(y)
+            return y
+
+        def summed(x: Tensor) -> Any:
+            known = products(x, {**made}, "triton", ("q", "k", "v"))
+            return sum((known[WHOLE] if WHOLE in known else F.linear(x, made["q"].weight)).float().square().sum(-1))
+
+        run: Any = torch.compile(summed, backend="aot_eager") if compiled else summed
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+            run(x)
+        return any(y.numel() == 3 * 8 * 16 for y in held)
+
+    assert copied()
+    monkeypatch.setattr(layer_products, "COPIED", 3 * 8 * 16 - 1)
+    assert not copied()
+    with torch.autocast("cpu"):
+        assert copied()
+    made["k"].half()
+    monkeypatch.setattr(layer_products, "COPIED", 1 << 24)
+    assert not copied()  # nor made one of two dtypes
