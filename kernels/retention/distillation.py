@@ -26,7 +26,7 @@ from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.retention import Rule
 from attnzoo.kernels.common.rows import first_visible_of_closed, first_visible_without_gate
 from attnzoo.kernels.retention.distilling import retention_lesson_kernel
-from attnzoo.kernels.retention.lesson import WORDS, Lesson
+from attnzoo.kernels.retention.lesson import SHORTEST, WORDS, Lesson
 
 Some = Tensor | None
 PROGRAMS = 1024  # that add up units, each in T numbers of its own, so that the order of sums is always the same
@@ -76,8 +76,8 @@ def _forward(x: Distillation) -> Distilled:
             c, base, since, _ = gate_sums(x.log_decay, doc, options.window or T)
         elif x.log_decay is not None:
             since = first_visible_of_closed(x.log_decay, T)
-        value = _log_lengths(x.v[:, :, :: x.v.shape[2] // G], G)
-        output = _log_lengths(x.o, G)
+        value = _log_lengths(x.v[:, :, :: x.v.shape[2] // G], G, torch.finfo(torch.float32).tiny)
+        output = _log_lengths(x.o, G, SHORTEST)
         row, stop = torch.arange(T, device=q.device), None
         tokens = row + 1
         if first is not None:
@@ -106,10 +106,10 @@ def _forward(x: Distillation) -> Distilled:
     return made
 
 
-def _log_lengths(x: Tensor, G: int) -> Tensor:
-    """log2 |x|^2 of x [B, T, heads, V], the heads of each of G groups as one vector. # [B, G, T]"""
+def _log_lengths(x: Tensor, G: int, least: float) -> Tensor:
+    """log2 |x|^2, ``least`` at least, of x [B, T, heads, V], heads of each of G groups as one vector. # [B, G, T]"""
     squares: Tensor = x.float().square().sum(-1).unflatten(2, (G, -1)).sum(-1)
-    return squares.clamp(min=torch.finfo(torch.float32).tiny).log2().transpose(1, 2).contiguous()
+    return squares.clamp(min=least).log2().transpose(1, 2).contiguous()
 
 
 def _fake(x: Distillation) -> Distilled:

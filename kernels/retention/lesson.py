@@ -32,6 +32,9 @@ WORDS = {
 }  # fmt: skip
 
 
+SHORTEST = 2.0**-80  # |o|^2 of a row's outputs, for contributions that float32 holds where outputs are 0
+
+
 class Lesson(NamedTuple):
     """How the retention of keys is taught.
 
@@ -82,7 +85,7 @@ def key_divergence_reference(
     seen = there & (place >= since[..., None])
     weights = (logits - lse.to(dtype).transpose(1, 2)[..., None]).exp().masked_fill(~seen, 0.0)
     value = rearrange(v[:, :, :: v.shape[2] // G].to(dtype).square().sum(-1), "b t g -> b g 1 t")
-    output = reduce(o.to(dtype).square(), "b t (g r) v -> b g t 1", "sum", g=G).clamp(min=tiny)
+    output = reduce(o.to(dtype).square(), "b t (g r) v -> b g t 1", "sum", g=G).clamp(min=SHORTEST)
     s = reduce(weights.square(), "b (g r) t j -> b g t j", "sum", g=G) * value / output
     utility = _pooled(s.clamp(min=tiny), there, lesson, rule.temperature)
     if lesson.normalize == "max":
