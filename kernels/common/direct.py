@@ -42,7 +42,7 @@ def placeless(described: Any) -> Any:
 
 
 class Repeated(NamedTuple):
-    """A call of a launcher, whose arguments are filled in place.
+    """A call of a launcher, whose arguments a replay fills in place.
 
     Attributes:
         run: the launcher, Triton's in C where that is known to suffice.
@@ -59,14 +59,6 @@ class Repeated(NamedTuple):
     pointers: list[tuple[int, int, int]]
     descriptors: list[tuple[Address, int, int, int, dict[int, Any]]]
     encode: Callable[[], Sequence[Any]] | None
-
-    def __call__(self, pointers: Sequence[int], stream: int) -> None:
-        """Launch on ``stream``, with tensors at these addresses."""
-        for i, number, offset in self.pointers:
-            self.args[i] = pointers[number] + offset
-        self.describe(pointers)
-        self.given[STREAM] = stream
-        self.run(*self.given)
 
     def describe(self, pointers: Sequence[int]) -> None:
         """Fill in the descriptors of tensors at these addresses."""

@@ -313,7 +313,6 @@ class _Recording:
                 self._steps.append(made[step])
             elif step < 0 and -step not in shared and -step not in kept:
                 self._steps.append(places[-step][0])
-        self._inputs = inputs
         self.absent = [i for i, x in enumerate(returned) if x is None]
         self._returned = [x if x is None else x._replace(of=places[x.of][0]) for x in returned]
         self._lock = threading.Lock()  # the lists of arguments are filled in place

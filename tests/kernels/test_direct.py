@@ -15,7 +15,7 @@ import triton
 from triton.backends.nvidia import driver
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo.kernels.common import direct
+from attnzoo.kernels.common import direct, replay
 from attnzoo.kernels.common.launched import descriptor
 
 GRID, STREAM, BEGIN = (1, 2, 3), 7, ("function", (4, 1, 0), None, None, None)
@@ -106,6 +106,14 @@ def again(run: Any, x: list[torch.Tensor], described: bool = True) -> direct.Rep
     return direct.repeat(run, GRID, BEGIN, args, pointers, tiles if described else [])
 
 
+def replayed(launch: direct.Repeated, x: list[torch.Tensor], stream: int = STREAM) -> None:
+    recording = replay._Recording(len(x), x[0].device, {}, [], [])
+    recording._steps.append(launch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_stream", lambda device: stream)
+        recording(x, [y.data_ptr() for y in x], 0)
+
+
 @pytest.mark.parametrize("kind", ["encoded", "taken apart", "none"])
 def test_the_launcher_in_c_is_given_what_triton_gives_it(kind: str, installed: Triton) -> None:
     described = kind != "none"
@@ -116,7 +124,7 @@ def test_the_launcher_in_c_is_given_what_triton_gives_it(kind: str, installed: T
         x = tensors(4)
         for _ in range(2):
             installed.given.clear()
-            launch([y.data_ptr() for y in x], stream)
+            replayed(launch, x, stream)
             run(*GRID, stream, *BEGIN, *arguments(x, described))
             ours, triton_gave = installed.given
             assert ours == triton_gave
@@ -133,12 +141,12 @@ def test_descriptors_are_encoded_once_an_address_as_long_as_few_are_met(
     installed.encoded.clear()
     for _ in range(3):
         for x in steps:
-            launch([y.data_ptr() for y in x], STREAM)
+            replayed(launch, x)
     assert installed.encoded == [p for x in steps for p in (x[1][1:].data_ptr(), x[2].data_ptr())]
     monkeypatch.setattr(direct, "MOST", 4)
     many = [tensors(4) for _ in range(9)]
     for x in many:
-        launch([y.data_ptr() for y in x], STREAM)
+        replayed(launch, x)
         assert all(len(known) <= 4 for *_, known in launch.descriptors)
 
 
@@ -177,7 +185,7 @@ def test_a_launcher_that_may_do_more_is_called_itself(change: Callable[[Any], No
     launch = again(run, x)
     assert launch.run is run
     calls: list[tuple[Any, ...]] = []
-    launch._replace(run=lambda *given: calls.append(given))([y.data_ptr() for y in x], STREAM)
+    replayed(launch._replace(run=lambda *given: calls.append(given)), x)
     (given,) = calls
     assert given[:9] == (*GRID, STREAM, *BEGIN)
     p_x, d_k, n, scale, d_v, p_y, *rest = given[9:]
