@@ -15,8 +15,11 @@ from attnzoo.layer.stream import Stream
 
 
 def one_convolution(parts: Sequence[nn.Module | None], x: Tensor, stream: Stream) -> bool:
-    """Whether convolutions of products of rows x can be one: by kernels, of whole sequences without a cache."""
-    if type(stream) is not Stream or stream.valid is not None or stream.cache is not None:
+    """Whether convolutions of products of rows x can be one, by kernels, where gradients may be recorded: of whole
+    sequences without a cache."""
+    if not torch.is_grad_enabled() or type(stream) is not Stream:
+        return False
+    if stream.valid is not None or stream.cache is not None:
         return False
     kinds = set()
     for part in parts:

@@ -103,9 +103,12 @@ def _forward_fake(x: RotationInputs) -> RotationOutputs:
 
 def _backward(x: RotationBackward) -> RotationGradients:
     angle, ys = x.angle.contiguous(), [y for y in x.turned if y is not None]
-    dys = [dy.contiguous() for dy in x.grads if dy is not None]
+    dys = [dy for dy in x.grads if dy is not None]
     with on_device_of(x.turned.q):
-        dangle = angle_gradient(angle, ys, dys, x.balanced) if x.of_angle else None
+        dangle = None
+        if x.of_angle:
+            dys = [dy.contiguous() for dy in dys]
+            dangle = angle_gradient(angle, ys, dys, x.balanced)
         dq, dk, *dw = turn_all(angle, x.sums, dys, x.dtypes[: len(dys)], back=True)
     return RotationGradients(dangle, dq, dk, dw[0] if dw else None)
 
