@@ -58,8 +58,10 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     if not weights or not on_kernels(impl, x, *weights.values()):
         return {}
     thin = [name for name, part in maps.items() if type(part) is GateAffine]
-    groups: list[Sequence[str]] = [thin] if len(thin) > 1 and all(name in weights for name in thin) else []
-    wide = [name for name in weights if [thin] != groups or name not in thin]
+    if len(thin) < 2 or not all(name in weights for name in thin):
+        thin = []
+    groups: list[Sequence[str]] = [thin] if thin else []
+    wide = [name for name in weights if name not in thin]
     autocast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64  # which it leaves as it is
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 

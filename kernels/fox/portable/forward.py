@@ -159,13 +159,11 @@ def fox_forward(
     c, base, since, start = rows.pointers(lse)
     there = lse if valid is None else valid
     tma, kind = t.tma and can_describe(k, v), retention_kind(retention)
-    keep = gone = lse
-    if retention is not None and rule is not None:
-        keep, gone = tiled_keys(retention, rule, t.BS)
+    tiled = (lse, lse) if retention is None or rule is None else tiled_keys(retention, rule, t.BS)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, c, base, lse if log_decay is None else log_decay, since,
-        start, lse if sink is None else sink, there, keep, gone, T, S,
+        start, lse if sink is None else sink, there, *tiled, T, S,
         min(t.heads, B * H), options.scale2, numbers_of(rule, kind), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *row_strides(rows.first_visible), *valid_strides(valid), **given.dims,
         **rows.flags, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINK=sink is not None,
