@@ -109,6 +109,17 @@ def after_training(experiment: str, size: str, arm: str, seed: int) -> tuple[flo
     return run.validation, run.validation - probed, float(np.mean([loss for _, loss in run.curve[-40:]]))
 
 
+def gained_late(arm: str, base: str) -> float:
+    """What an arm of `pairs` at gpu-25m has gained in training loss over its base between 431 and 464 million tokens,
+    shortly before where ALiBi's two runs were stopped, in the mean of the seeds of both, which read the same text."""
+    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-25m-stopped.json").read_text(encoding="utf-8"))
+    curves = {(name, int(seed)): curve for name, seeds in stopped.items() for seed, curve in seeds.items()}
+    curves |= {(run.arm, run.seed): run.curve for run in outcome("pairs", "gpu-25m").runs}
+    late = {key: np.mean([loss for tokens, loss in curve if 431e6 < tokens < 464e6]) for key, curve in curves.items()}
+    there = [seed for name, seed in late if name == arm and (base, seed) in late]
+    return float(np.mean([late[base, seed] - late[arm, seed] for seed in there]))
+
+
 def verdict(experiment: str, size: str, number: int) -> str:
     """The numbers behind an expectation's verdict, the first being number 0."""
     return outcome(experiment, size).verdicts(find(experiment))[number][1].why
@@ -332,7 +343,7 @@ NAMES = {
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
         step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_of_seeds, after_training, among,
-        alike_but,
+        alike_but, gained_late,
     )
 }  # fmt: skip
 

@@ -74,5 +74,13 @@ EXPERIMENT = Experiment(
             "is ahead at each of the nine places, at the highest rate after twice the tokens by no more than the seeds "
             "differ (p = 0.21). Nobody finds a needle.",
         ),
+        Measured(
+            "gpu", "2026-11-30", "one of two NVIDIA H200, 14 runs at a time", "2026-11-30-fox_sensitivity-gpu.json",
+            "6.6 to 26 million tokens in contexts of 4096. FoX is ahead at eight of nine places, by 0.19 to 0.57 nats; "
+            "at the lowest rate after twice the tokens the Transformer, which begins to copy there, is 0.01 ahead. "
+            "Beyond the training context FoX loses nothing, and gains 0.014 nats at the highest rate after twice the "
+            "tokens; the Transformer loses 0.02 to 0.26, more with more tokens and least at the highest rate. After "
+            "twice the tokens a fifth of a needle's tokens at most are right, where it ends the context.",
+        ),
     ),
 )  # fmt: skip
