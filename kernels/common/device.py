@@ -6,6 +6,8 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -20,6 +22,12 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_CAPABILITY = (8, 0)  # what Triton compiles for
 TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")  # what packages of it are called
 ON = ("1", "true", "on", "yes", "y")  # values of variables that Triton takes for set, in any case
+_newer = getattr(torch._C, "_get_fp32_precision_getter", None)  # from torch 2.9 on
+# How exact torch's float32 products are on a GPU. After a newer setting (torch.backends...fp32_precision) torch raises
+# an error where it is asked by the older name, or answers what was set by that name.
+float32_products: Callable[[], str] = (
+    partial(_newer, "cuda", "matmul") if _newer else torch._C._get_float32_matmul_precision
+)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 

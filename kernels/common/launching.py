@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.sums import power_of_2 as power_of_2
 from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
+from attnzoo.kernels.common.device import float32_products
 
 
 def gate_kind(log_decay: Tensor | None) -> int:
@@ -93,6 +94,5 @@ def tile_descriptor(x: Tensor, rows: int, width: int | None = None) -> Any:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """Precision of float32 products: torch's own setting decides, as for torch.matmul."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"
+    rounds = dtype == torch.float32 and float32_products() in ("tf32", "high", "medium")
+    return "tf32" if rounds else "ieee"

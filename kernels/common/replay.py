@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from attnzoo.kernels.common import direct, memory, tiles
+from attnzoo.kernels.common.device import float32_products
 from attnzoo.kernels.common.direct import Repeated
 from attnzoo.kernels.common.recording import recorders
 
@@ -34,7 +35,6 @@ _current_device = getattr(torch._C, "_cuda_getDevice", int)  # torch for CPUs ha
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 _deterministic = torch._C._get_deterministic_algorithms
 _shape_and_dtype = attrgetter("shape", "dtype")
-_precision = torch._C._get_float32_matmul_precision
 _logger = logging.getLogger("attnzoo.kernels.replay")
 
 
@@ -128,7 +128,7 @@ class Replay:
         pointers = [*map(Tensor.data_ptr, tensors)]
         aligned = reduce(or_, pointers) % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
         kinds = (*map(_shape_and_dtype, tensors), *map(Tensor.stride, tensors))
-        key = (which, rest(given), kinds, aligned, tiles.changes(), _precision(), device, where)
+        key = (which, rest(given), kinds, aligned, tiles.changes(), float32_products(), device, where)
         known = self._known.get(key)
         if type(known) is _Recording:
             if not recorders.watched() and not _deterministic():
