@@ -22,6 +22,7 @@ from attnzoo.kernels.common.constants import GATE_FULL
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
+from attnzoo.kernels.common.online_softmax import put_together, weights_of
 from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.decode.operands import PagedInference
 from attnzoo.kernels.decode.plan import DecodePlan
@@ -109,14 +110,10 @@ def paged_split_kernel(
                 b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
                               BS, PAGE, GATE)  # fmt: skip
-            b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-            b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
-            b_w = tl.exp2(b_y - b_ms[:, None])
-            b_a = tl.exp2(b_m - b_ms)
+            b_m, b_w, b_a = weights_of(b_y, b_m)
             b_l = b_l * b_a + tl.sum(b_w, 1)
             b_w, b_v = page_values(b_w, p_v, p_exponents, at, rest, V, BV, BS, EIGHT, p_q.dtype.element_ty)
             b_o = tl.dot(b_w, b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
-            b_m = b_mn
             i_page = i_next
         o_part = (i_bg64 + i_p) * (R * T) + o_r
         tl.store(p_lse + o_part, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")), mask=m_r)
@@ -149,15 +146,7 @@ def paged_combine_kernel(
     for p in range(lo, hi + 1, BN):
         m_n = p + o_n <= hi
         o_part = (i_bg + p + o_n).to(tl.int64) * (R * T) + i_bh % R * T + i_t
-        b_y = tl.load(p_lse + o_part, mask=m_n, other=float("-inf"))
-        b_x = tl.load(p_part + o_part[:, None] * V + o_v[None, :],
-                      mask=(b_y > float("-inf"))[:, None] & (o_v[None, :] < V), other=0.0)  # fmt: skip
-        b_mn = tl.maximum(b_m, tl.max(b_y, 0))
-        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
-        b_w, b_a = tl.exp2(b_y - b_ms), tl.exp2(b_m - b_ms)
-        b_l = b_l * b_a + tl.sum(b_w, 0)
-        b_o = b_o * b_a + tl.sum(b_w[:, None] * b_x, 0)
-        b_m = b_mn
+        b_o, b_m, b_l = put_together(b_o, b_m, b_l, p_part, p_lse, o_part, m_n, o_v, V)
     i_b, m_v = (i_bh // (G * R)).to(tl.int64), o_v < V
     b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)
     p_weight = p_scale + (0 if SHARED else i_h * V) + o_v

@@ -16,6 +16,7 @@ import triton.language as tl
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
+from attnzoo.kernels.common.online_softmax import weights_of
 from attnzoo.kernels.common.pruning import tail_at
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.decode.operands import PagedInference
@@ -72,10 +73,8 @@ def paged_prune_kernel(
                 b_s = page_scores(b_q, p_k, p_exponents, at, rest, K, BK, BS, EIGHT, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
                               BS, PAGE, GATE)  # fmt: skip
-            b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-            b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
-            b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
-            b_m = b_mn
+            b_m, b_w, b_a = weights_of(b_y, b_m)
+            b_l = b_l * b_a + tl.sum(b_w, 1)
         m_row = m_r & (b_pos >= 0)
         if GROUP > 0:
             m_row = m_row & (o_t >= T - n_new)  # the others have no scores

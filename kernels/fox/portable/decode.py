@@ -26,6 +26,7 @@ from attnzoo.kernels.common.launching import (
     row_strides,
     valid_strides,
 )
+from attnzoo.kernels.common.online_softmax import put_together, weights_of
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.scores import scores
@@ -102,13 +103,9 @@ def fox_split_kernel(
             b_y, b_v = tl.where(m_there[None, :], b_y, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
-        b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
-        b_p = tl.exp2(b_y - b_ms[:, None])
-        b_a = tl.exp2(b_m - b_ms)
+        b_m, b_p, b_a = weights_of(b_y, b_m)
         b_l = b_l * b_a + tl.sum(b_p, 1)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
-        b_m = b_mn
     o_part = (o_h * T + o_t) * n_chunks + i_c
     tl.store(p_lse + o_part, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")), mask=m_r)
     b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)[:, None]
@@ -143,15 +140,7 @@ def fox_combine_kernel(
         b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
     for n in range(0, n_chunks, BN):
         m_n = n + o_n < n_chunks
-        b_y = tl.load(p_lses + p_row + n + o_n, mask=m_n, other=float("-inf"))
-        b_x = tl.load(p_part + (p_row + n + o_n)[:, None] * V + o_v[None, :],
-                      mask=(b_y > float("-inf"))[:, None] & (o_v[None, :] < V), other=0.0)  # fmt: skip
-        b_mn = tl.maximum(b_m, tl.max(b_y, 0))
-        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
-        b_p, b_a = tl.exp2(b_y - b_ms), tl.exp2(b_m - b_ms)
-        b_l = b_l * b_a + tl.sum(b_p, 0)
-        b_o = b_o * b_a + tl.sum(b_p[:, None] * b_x, 0)
-        b_m = b_mn
+        b_o, b_m, b_l = put_together(b_o, b_m, b_l, p_part, p_lses, p_row + n + o_n, m_n, o_v, V)
     i_b = i_bh // H
     p_out = p_o + ((i_b * T + i_t).to(tl.int64) * H + i_h) * V + o_v
     tl.store(p_out, (b_o / tl.where(b_l > 0.0, b_l, 1.0)).to(p_o.dtype.element_ty), mask=o_v < V)

@@ -25,6 +25,7 @@ from attnzoo.kernels.common.launching import (
     tile_descriptor,
     valid_strides,
 )
+from attnzoo.kernels.common.online_softmax import weights_of
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.rows import RowGates
 from attnzoo.kernels.common.scores import scores
@@ -90,10 +91,8 @@ def fox_prune_rows_kernel(
                     if HAS_VALID:
                         m_there = keys_there(p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
                         b_y = tl.where(m_there[None, :], b_y, float("-inf"))
-                    b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-                    b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
-                    b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
-                    b_m = b_mn
+                    b_m, b_w, b_a = weights_of(b_y, b_m)
+                    b_l = b_l * b_a + tl.sum(b_w, 1)
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:

@@ -21,6 +21,7 @@ from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, row_strides
+from attnzoo.kernels.common.online_softmax import weights_of
 from attnzoo.kernels.common.options import OpOptions
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.rows import RowGates
@@ -79,9 +80,8 @@ def path_prune_rows_kernel(
                 b_y = scores(tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC), scale2)
                 b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
                 b_y = tl.where(((s + o_s)[None, :] >= b_since) & (r > 0), b_y, float("-inf"))
-                b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-                b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
-                b_m = b_mn
+                b_m, b_w, b_a = weights_of(b_y, b_m, False)
+                b_l = b_l * b_a + tl.sum(b_w, 1)
                 b_q = load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row[:, None]))  # of one axis, Triton 3.7 fails for Blackwell

@@ -19,6 +19,7 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launched import launched
 from attnzoo.kernels.common.launching import addressable, cdiv, head_block, per_head, power_of_2
 from attnzoo.kernels.common.named_op import NamedOp
+from attnzoo.kernels.common.online_softmax import weights_of
 from attnzoo.kernels.common.scores import scores
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 from attnzoo.kernels.path.operands import Advanced, PathStep
@@ -124,10 +125,7 @@ def path_advance_kernel(
             else:
                 m_seen = m_seen & (o_s[None, :] > (S + o_r % N - window)[:, None])
         b_s = tl.where(m_seen, b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_safe[:, None])
-        b_scale = tl.exp2(b_m - b_safe)
+        b_m, b_p, b_scale = weights_of(b_s, b_m)
         b_l = b_l * b_scale + tl.sum(b_p, 1)
         m_value = m_there[:, None] & m_v[None, :]  # values that do not exist may be anything
         b_v = tl.load(p_v + o_s64[:, None] * stride_vt + o_v[None, :], mask=m_value, other=0.0)  # [BS, BV]
@@ -136,7 +134,6 @@ def path_advance_kernel(
         else:
             b_part = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="tf32x3")
         b_o = b_o * b_scale[:, None] + b_part
-        b_m = b_new
     o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
     if GATED:
         p_first = p_g + i_b * stride_gb + lo.to(tl.int64) * stride_gt + o_h
