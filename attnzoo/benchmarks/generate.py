@@ -185,8 +185,8 @@ def generator_of(model: LanguageModel, contender: TimedModel, batch: int, tokens
     return generator
 
 
-def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: int = STEPS) -> float:
-    """The mean wall time of ``steps`` steps in sequence, after ``WARM`` further ones."""
+def milliseconds_per_step(step: Callable[[], Any], device: torch.device) -> float:
+    """The mean wall time of ``STEPS`` steps in sequence, after ``WARM`` further ones."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -196,10 +196,10 @@ def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: 
         step()
     wait()
     start = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(STEPS):
         step()
     wait()
-    return (time.perf_counter() - start) / steps * 1e3
+    return (time.perf_counter() - start) / STEPS * 1e3
 
 
 def measure(model: LanguageModel, contender: TimedModel, batch: int, tokens: int) -> dict[str, Any]:

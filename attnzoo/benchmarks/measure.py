@@ -58,10 +58,10 @@ def once(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def host_time(call: Callable[[], Any], repeats: int = 40) -> float:
-    """Median milliseconds after which a call returns to the host, which does not wait for the GPU."""
+def host_time(call: Callable[[], Any]) -> float:
+    """Median milliseconds, of 40 calls, after which a call returns to the host, which does not wait for the GPU."""
     times = []
-    for _ in range(repeats):
+    for _ in range(40):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()

@@ -119,12 +119,12 @@ def products(core: Core, distances: Sequence[int], count: int) -> tuple[Array, A
     return np.asarray(matrices.numpy(), dtype=np.float64), np.asarray(torch.stack(values).numpy(), dtype=np.float64)
 
 
-def extremes(layers: Sequence[Core], n: int = 64) -> list[tuple[int, int]]:
-    """(layer, head) of the head whose product loses most over ``n`` tokens, and of the one that loses least."""
+def extremes(layers: Sequence[Core]) -> list[tuple[int, int]]:
+    """(layer, head) of the head whose product loses most over 64 tokens, and of the one that loses least."""
     left = {}
     for layer, core in enumerate(layers):
-        _, values = products(core, (), n + 1)
-        left |= {(layer, head): float(value) for head, value in enumerate(values[n].mean(-1))}
+        _, values = products(core, (), 65)
+        left |= {(layer, head): float(value) for head, value in enumerate(values[64].mean(-1))}
     ordered = sorted(left, key=lambda key: left[key])
     return [ordered[0], ordered[-1]]
 

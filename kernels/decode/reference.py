@@ -18,18 +18,12 @@ from attnzoo.precision import wide_dtype
 
 def paged_reference(
     q: Tensor, state: PagedState, *, first_visible: Tensor | None = None, log_decay: Tensor | None = None,
-    options: AttentionOptions, compute_dtype: torch.dtype | None = None,
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
-    """``paged_attention`` in PyTorch; memory O(B H T N PAGE).
-
-    Args:
-        compute_dtype: of the operands of both matrix products (the softmax is float32 or better). Default: float64 for
-            float64 inputs, else float32.
-    """
+    """``paged_attention`` in PyTorch, in float64 for float64 inputs, else in float32; memory O(B H T N PAGE)."""
     (_, _, k_norm, _), (table, first, length), gates = state
     (B, T, H, K), PAGE, G = q.shape, state.pages.keys.shape[1], table.shape[1]
     wide = wide_dtype(q.dtype)
-    cd = wide if compute_dtype is None else compute_dtype
     N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
     table = table[..., :N]
     j = torch.arange(N * PAGE, device=q.device)
@@ -44,9 +38,9 @@ def paged_reference(
         seen = seen & (j >= first_visible[..., None])
     ids = table.clamp(min=0).long()
     found = written(state.pages, ids)
-    keys, values = (x.flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in found)  # [B, G, S, .]
+    keys, values = (x.flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(wide) for x in found)  # [B, G, S, .]
     keys, values = (expand_heads(x, H, 1) for x in (keys, values))
-    logits = options.scores((q.transpose(1, 2).to(cd) @ keys.mT).to(wide), K)
+    logits = options.scores(q.transpose(1, 2).to(wide) @ keys.mT, K)
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
     if gates is not None:
         within = gates.decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double()  # [B, H, N, PAGE]

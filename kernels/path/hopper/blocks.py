@@ -81,7 +81,7 @@ def _store_m(b_m, p_m, plane, i: gl.constexpr, K: gl.constexpr, BK: gl.constexpr
 
 
 @gluon.jit
-def _unit_rows(b, BK: gl.constexpr, L_K: gl.constexpr):
+def _unit_rows(b, L_K: gl.constexpr):
     """As ``inverse.unit_rows``, from the order in memory to that of products; two at a time."""
     b = _turn(b, L_K)
     s, inv = row_scale(b)
@@ -182,10 +182,10 @@ def path_block_fwd_hopper_kernel(
     w_s.store(w_hi)
     b_q = load_tile(p_q, o_t, o_k, stride_qt, R, K, BK, True)
     s_s.store(b_beta)
-    b_k, b_ks = _unit_rows(b_k, BK, L_K)
+    b_k, b_ks = _unit_rows(b_k, L_K)
     c_s.store(b_ks)
     k_s.store(b_k)
-    b_q, b_qs = _unit_rows(b_q, BK, L_K)
+    b_q, b_qs = _unit_rows(b_q, L_K)
     q_s.store(b_q)
     fence_async_shared()
     zero = gl.zeros([64, 64], gl.float32, L_C)
@@ -250,7 +250,7 @@ def path_block_fwd_hopper_kernel(
         _store_rows(b_qb * b_qs[:, None], p_qb, H * K, R, K, BK)
         for _ in range(1, REP):
             p_q, p_qb, p_diag = p_q + stride_qh, p_qb + K, p_diag + 4096
-            b_q, b_qs = _unit_rows(load_tile(p_q, o_t, o_k, stride_qt, R, K, BK, True), BK, L_K)
+            b_q, b_qs = _unit_rows(load_tile(p_q, o_t, o_k, stride_qt, R, K, BK, True), L_K)
             q_s.store(b_q)
             fence_async_shared()
             b_qw = warpgroup_mma(q_s, w_t, zero, use_acc=False, is_async=True)

@@ -258,29 +258,19 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
     pairs = q.new_empty((4, B, n, H, BLOCK, BLOCK), dtype=torch.float32)
     kept = DecayedKept(pairs, torch.empty_like(pairs[0]), torch.empty_like(pairs[0]))
     block = Leaves(pairs[0], q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K)), new_tree(q, n, H))
-    grid, gates, plain = (n * B * H,), (*w.stride()[:3], *log_diag.stride()[:3]), dict(given)
-    strides = (*q.stride()[:3], *k.stride()[:3], *gates)
-    del plain["PREC"]
+    grid, gates = (n * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
+    strides, plain = (
+        (*q.stride()[:3], *k.stride()[:3], *gates),
+        {name: x for name, x in given.items() if name != "PREC"},
+    )
     path_decayed_pairs_kernel[grid](q, k, w, log_diag, pairs[0], pairs[1], T, *strides, **given, OWN=True, FINE=False)
-    path_decayed_pairs_kernel[grid](  # errors of X would add up along the sequence
-        w,
-        k,
-        w,
-        log_diag,
-        pairs[2],
-        pairs[3],
-        T,
-        *w.stride()[:3],
-        *strides[3:],
-        **given,
-        OWN=False,
-        FINE=q.dtype == torch.bfloat16,
+    fine = q.dtype == torch.bfloat16  # errors of X would add up along the sequence
+    path_decayed_pairs_kernel[grid](
+        w, k, w, log_diag, pairs[2], pairs[3], T, *w.stride()[:3], *strides[3:], **given, OWN=False, FINE=fine
     )
     path_decayed_inverse_kernel[grid](
         pairs[3], beta, kept.v, kept.x, T, *beta.stride(), H=H, C=BLOCK, num_warps=4, num_stages=1
     )
     path_decayed_product_kernel[grid](w, log_diag, kept.x, block.m, T, B, block.m.shape[2], *gates, **plain)
-    path_decayed_block_kernel[grid](
-        q, k, w, log_diag, pairs, kept.x, block.q, block.k, T, B, *strides, **given
-    )  # fmt: skip
+    path_decayed_block_kernel[grid](q, k, w, log_diag, pairs, kept.x, block.q, block.k, T, B, *strides, **given)
     return block, kept

@@ -85,9 +85,9 @@ def path_decayed_block_bwd_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["T", "B", "N"])
+@triton.jit(do_not_specialize=["T", "N"])
 def path_decayed_product_bwd_kernel(
-    p_w, p_a, p_beta, p_ww, p_v, p_x, p_dm, p_dx, p_back, p_forward, p_dbeta, T, B, N,
+    p_w, p_a, p_beta, p_ww, p_v, p_x, p_dm, p_dx, p_back, p_forward, p_dbeta, T, N,
     stride_wb, stride_wt, stride_wh, stride_ab, stride_at, stride_ah, stride_bb, stride_bt, stride_bh,
     stride_dbb, stride_dbt, stride_dbh,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NP: tl.constexpr,
@@ -253,7 +253,7 @@ def decayed_backward(
     if dw is not None and dbeta is not None and dgates is not None:
         N, g = d.m.shape[1], dgates
         path_decayed_product_bwd_kernel[grid](
-            w, log_diag, beta, kept.pairs[3], kept.v, kept.x, d.m, dpairs[2], back, forward, dbeta, T, B, N, *gates,
+            w, log_diag, beta, kept.pairs[3], kept.v, kept.x, d.m, dpairs[2], back, forward, dbeta, T, N, *gates,
             *beta.stride(), *dbeta.stride(), **given,
         )  # fmt: skip
 
