@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fox_cases import DEVICE, Case, inputs, run
+from attention_ops import assert_casts_operands_alone, assert_one_graph, layer_of, results
+from fox_cases import DEVICE, Case, inputs
 from named_ops import FAKES, opcheck
-from torch._dynamo.testing import CompileCounter
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
@@ -64,32 +64,17 @@ def test_receivers_get_the_gradients_unrounded(case: Case, monkeypatch: pytest.M
     opcheck(fox_forward_op, FoxForward(operands, True, False, False, *to), FAKES)
 
 
+PRUNED = layer_of(fox_attention, prune=Prune())
+
+
 def test_compiles_as_one_graph_for_any_length() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-        return fox_attention(q * 2, k, v, log_decay=log_decay, prune=Prune(), impl="triton") + 1
-
-    counter = CompileCounter()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for T in (66, 80, 131):
-        case = Case(T=T, S=T, K=8, V=8, gate="open")
-        x = inputs(case, torch.float32)
-        got, want = run(compiled_keywords(compiled), case, x), run(compiled_keywords(layer), case, x)
-        assert all(torch.equal(got[name], want[name]) for name in want)
-    assert counter.frame_count == 1
-
-
-def compiled_keywords(fn: Any) -> Any:
-    return lambda q, k, v, log_decay: fn(q, k, v, log_decay)
+    cases = (Case(T=T, S=T, K=8, V=8, gate="open") for T in (66, 80, 131))
+    assert_one_graph(PRUNED, (inputs(case, torch.float32) for case in cases))
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gate() -> None:
     x = inputs(Case(T=66, S=66, K=8, V=8, gate="open"), torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        o = fox_attention(x["q"], x["k"], x["v"], log_decay=x["log_decay"].half(), impl="triton")
-    half = (x[n].half() for n in "qkv")
-    want = fox_attention(*half, log_decay=x["log_decay"].half().float(), impl="triton")
-    assert o.dtype == torch.float16
-    assert torch.equal(o, want)
+    assert_casts_operands_alone(fox_attention, x, {"log_decay": x["log_decay"].half()})
 
 
 def test_autocast_does_not_reach_inside_the_reference() -> None:
@@ -240,13 +225,7 @@ def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 def test_compiles_with_inductor() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-        return fox_attention(q * 2, k, v, log_decay=log_decay, prune=Prune()) + 1
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    compiled = torch.compile(PRUNED, fullgraph=True, dynamic=True)
     for T in (300, 500):
-        case = Case(T=T, S=T, K=64, V=64, gate="open")
-        x = inputs(case, torch.bfloat16)
-        got, want = run(compiled_keywords(compiled), case, x), run(compiled_keywords(layer), case, x)
-        for name in want:
-            torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
+        x = inputs(Case(T=T, S=T, K=64, V=64, gate="open"), torch.bfloat16)
+        torch.testing.assert_close(results(compiled, x), results(PRUNED, x), rtol=2e-2, atol=2e-2)

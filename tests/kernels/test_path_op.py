@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_ops import assert_casts_operands_alone, assert_one_graph, assert_only_asked_for, layer_of, results
 from named_ops import FAKES, opcheck
-from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
-from torch._dynamo.testing import CompileCounter
+from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
 from transforms import assert_only_auto_is_transformed
 
 from attnzoo.algebra.pruning import Prune
@@ -136,42 +136,19 @@ def test_no_kernel_runs_for_gradients_that_nobody_wants(
 
 def test_frozen_inputs_have_no_gradient() -> None:
     x = inputs(Case(T=40, gate="open", sink=True), torch.float32)
-    for names in (("v", "beta"), ("q", "log_decay"), ("sink",)):
-        leaves = {n: t.detach().requires_grad_(n in names) for n, t in x.items() if n != "do"}
-        path_attention(**leaves, impl="triton").square().sum().backward()
-        assert {n for n, t in leaves.items() if t.grad is not None} == set(names)
+    assert_only_asked_for(path_attention, x, (("v", "beta"), ("q", "log_decay"), ("sink",)))
 
 
-def layer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
-) -> torch.Tensor:
-    return path_attention(q * 2, k, v, w=w, beta=beta, log_decay=log_decay, prune=Prune(), impl="triton") + 1
-
-
-def named(fn: Any) -> Any:
-    return lambda q, k, v, w, beta, log_decay: fn(q, k, v, w, beta, log_decay)
+PRUNED = layer_of(path_attention, prune=Prune())
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
-    counter = CompileCounter()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for T in (40, 66, 131):
-        case = Case(T=T, H=1, gate="open")
-        x = inputs(case, torch.float32)
-        got, want = run(named(compiled), case, x), run(named(layer), case, x)
-        assert all(torch.equal(got[name], want[name]) for name in want)
-    assert counter.frame_count == 1
+    assert_one_graph(PRUNED, (inputs(Case(T=T, H=1, gate="open"), torch.float32) for T in (40, 66, 131)))
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
     x = inputs(Case(T=66, gate="open"), torch.float32)
-    gates = {name: x[name].half() for name in ("w", "beta", "log_decay")}
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        o = path_attention(x["q"], x["k"], x["v"], **gates, impl="triton")
-    half = (x[n].half() for n in "qkv")
-    want = path_attention(*half, **{name: t.float() for name, t in gates.items()}, impl="triton")
-    assert o.dtype == torch.float16
-    assert torch.equal(o, want)
+    assert_casts_operands_alone(path_attention, x, {name: x[name].half() for name in ("w", "beta", "log_decay")})
 
 
 def test_inputs_need_not_be_contiguous() -> None:
@@ -301,15 +278,12 @@ def test_a_compiled_graph_may_ask_for_the_machine() -> None:
 
 @pytest.mark.gpu
 def test_compiles_with_inductor() -> None:
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    compiled = torch.compile(PRUNED, fullgraph=True, dynamic=True)
     for T in (300, 700):
-        case = Case(T=T, K=64, V=64, gate="open")
-        x = inputs(case, torch.bfloat16)
+        x = inputs(Case(T=T, K=64, V=64, gate="open"), torch.bfloat16)
         if T == 700:
             x = turned(x)
-        got, want = run(named(compiled), case, x), run(named(layer), case, x)
-        for name in want:
-            torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(results(compiled, x), results(PRUNED, x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_ops import assert_casts_operands_alone, assert_one_graph, assert_only_asked_for, layer_of
 from fox_cases import DEVICE
 from named_ops import FAKES, opcheck
 from path_cases import large_tiles
-from torch._dynamo.testing import CompileCounter
 from transforms import assert_only_auto_is_transformed
 from wall_cases import Case, inputs
 
@@ -54,39 +54,16 @@ def test_the_log_sum_exp_and_its_gradients() -> None:
 
 def test_frozen_inputs_have_no_gradient() -> None:
     x = inputs(Case(T=40, H=2, G=1, sink=True, decay="open"), torch.float32)
-    full = None
-    for names in (ORDER, ("v", "sink"), ("k",)):
-        leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
-        wall_attention(**leaves, impl="triton").square().sum().backward()
-        grads = {n: t.grad for n, t in leaves.items() if t.grad is not None}
-        assert grads.keys() == set(names)
-        full = full or grads
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, full[name], rtol=1e-4, atol=1e-5)
-
-
-def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_diag: torch.Tensor) -> torch.Tensor:
-    return wall_attention(q * 2, k, v, log_diag=log_diag, impl="triton") + 1
+    assert_only_asked_for(wall_attention, x, (("v", "sink"), ("k",)))
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
-    counter = CompileCounter()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for T in (40, 131):
-        x = inputs(Case(T=T, H=1), torch.float32)
-        leaves = [x[n].requires_grad_() for n in ORDER[:4]]
-        got, want = (torch.autograd.grad(fn(*leaves).sum(), leaves) for fn in (compiled, layer))
-        assert all(map(torch.equal, got, want))
-    assert counter.frame_count == 1
+    assert_one_graph(layer_of(wall_attention), (inputs(Case(T=T, H=1), torch.float32) for T in (40, 131)))
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
     x = inputs(Case(T=66), torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        o = wall_attention(x["q"], x["k"], x["v"], log_diag=x["log_diag"].double(), impl="triton")
-    want = wall_attention(*(x[n].half() for n in "qkv"), log_diag=x["log_diag"], impl="triton")
-    assert o.dtype == torch.float16
-    assert torch.equal(o, want)
+    assert_casts_operands_alone(wall_attention, x, {"log_diag": x["log_diag"].double()})
 
 
 def test_shapes_alone_are_enough() -> None:
