@@ -79,6 +79,22 @@ def refuse(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
+class _Called:
+    """What torch's op is in Python: a way to the dispatcher, and past it where nothing beside autograd must see the op
+    and no gradient is recorded."""
+
+    def __init__(self, dispatch: Callable[..., Any], run: Callable[..., Any], whole: Callable[..., Any]) -> None:
+        self._dispatch, self._run, self._whole = dispatch, run, whole
+
+    def __call__(self, *leaves: Any, **named: Any) -> Any:
+        if named or dispatched(leaves) or recorded(leaves):
+            return self._dispatch(*leaves, **named)
+        return self._whole(self._run(leaves, True), leaves[0])
+
+    def __hash__(self) -> int:  # that of torch's op, by which it was found before
+        return hash(self._dispatch)
+
+
 class NamedOp(Generic[Inputs, Outputs]):
     """One custom op, called with the named tuple of its inputs.
 
@@ -104,8 +120,8 @@ class NamedOp(Generic[Inputs, Outputs]):
         self._changes = bool(changes)
         self._recorded: Any = None  # the run as autograd sees it
 
-        def leaves_of(function: Callable[[Inputs], Outputs]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-            return lambda leaves: self.outputs.leaves(function(self.inputs.built(leaves)))
+        def leaves_of(function: Callable[[Inputs], Outputs]) -> Callable[..., Sequence[Any]]:
+            return lambda leaves, whole=False: self.outputs.leaves(function(self.inputs.built(leaves)))
 
         self._run = Replay(leaves_of(run)) if replays else leaves_of(run)
         unsafe = None if captured else getattr(torch.Tag, "cudagraph_unsafe", None)  # older releases have none
@@ -132,10 +148,10 @@ class NamedOp(Generic[Inputs, Outputs]):
 
     def _intercept(self) -> None:
         """Refuse forward derivatives, which torch's own way takes for 0 where no gradient is recorded, and let calls
-        from compiled code, which record none, replay the function as calls from Python do.
+        from compiled code, which record none, run the function as calls from Python do.
 
         torch's own way goes through the dispatcher once more and looks at all storages, which takes the host about as
-        long as a replay.
+        long as a replay; from compiled code in Python the first way through it is left out, too.
         """
         usual, whole, run = make_autograd_impl(self.op, self._definition), self._whole, self._run
 
@@ -143,14 +159,16 @@ class NamedOp(Generic[Inputs, Outputs]):
             if dispatched(leaves):
                 if _differentiates_forward(leaves):
                     raise NotImplementedError(OPAQUE)  # which ends a compiled graph: what follows runs as it is
-            elif isinstance(run, Replay) and not recorded(leaves):
-                return whole(run(leaves, whole=True), leaves[0])
+            elif not recorded(leaves):
+                return whole(run(leaves, True), leaves[0])
             return usual(keys, *leaves)
 
         namespace, name = self.op._schema.name.split("::")
         self._library = torch.library.Library(namespace, "IMPL")  # what it registers goes with it
         for device in ("CPU", "CUDA"):
             self._library.impl(name, seen, f"Autograd{device}", with_keyset=True)
+        if hasattr(self.op, "_op"):
+            self.op._op = _Called(self.op._op, run, whole)  # type: ignore[assignment]
 
     def without_gradient(self, given: Inputs, x: Tensor) -> Outputs:
         """The outputs, past the dispatcher where neither a compiler nor a kind of tensor (that of x) sees the op."""

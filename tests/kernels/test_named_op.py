@@ -193,22 +193,26 @@ def test_calls_of_torchs_op_are_short_only_where_nothing_beside_them_is_looking(
     op.differentiable(lambda x, made, grads, wanted: {"x": grads.x * x.by}, inputs=("x",), outputs=())
     x = torch.ones(3, requires_grad=True)
 
-    def ways() -> bool:
-        """Whether torch's own functions stand between the last call and the op's function."""
-        frame, found = frames[-1], False
+    def ways() -> set[str]:
+        """Which ways lie between the last call and the op's function: torch's own functions, and its dispatcher."""
+        frame, found = frames[-1], set()
         while frame is not None and frame.f_code.co_filename != __file__:
-            found, frame = found or frame.f_code.co_filename.endswith("custom_ops.py"), frame.f_back
+            found |= {"torch's functions"} if frame.f_code.co_filename.endswith("custom_ops.py") else set()
+            found |= {"dispatcher"} if frame.f_code.co_name == "seen" else set()
+            frame = frame.f_back
         return found
 
     with torch.no_grad():
         assert torch.equal(op.op(x, 2.0), 2 * x)
         assert not ways()
+        assert torch.equal(op.op(x=x, by=2.0), 2 * x)
+        assert ways() == {"dispatcher"}
         with watching():
             op.op(x, 2.0)
-        assert ways()
     assert names[0] == "attnzoo_tests::double"
     made = op.op(x, 2.0)
-    assert ways()
+    assert ways() == {"torch's functions", "dispatcher"}
     assert torch.equal(torch.autograd.grad(made.sum(), x)[0], torch.full((3,), 2.0))
     with FakeTensorMode() as mode, torch.no_grad():
         assert op.op(mode.from_tensor(x), 2.0).shape == (3,)
+    assert {op.op: 1}[torch.ops.attnzoo_tests.double.default] == 1
