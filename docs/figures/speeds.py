@@ -168,8 +168,8 @@ COSTS = {"first_s": "first step, s", "peak_GiB": "GiB"}  # of a GPT's eager and 
 
 
 def gpt() -> str:
-    """A GPT's training with each attention, on each machine: every mode is from the newest run that has it, and its
-    share is of SDPA in that run."""
+    """A GPT's training with each attention, on each machine, the fastest first in the first mode that it has: every
+    mode is from the newest run that has it, and its share is of SDPA in that run."""
     chosen: dict[tuple[str, str], dict[str, tuple[str, Row, float]]] = {}
     for folder, record in records("gpt"):
         whole = {row["mode"]: row["tokens_per_second"] for row in record["rows"] if row["name"] == PLAIN}
@@ -178,7 +178,9 @@ def gpt() -> str:
             found.setdefault(row["mode"], (folder, row, row["tokens_per_second"] / whole[row["mode"]]))
     modes = [mode for mode in MODES if any(mode in found for found in chosen.values())]
     lines = []
-    for (name, where), found in chosen.items():
+    ordered = [(key, {mode: found[mode] for mode in modes if mode in found}) for key, found in chosen.items()]
+    ordered.sort(key=lambda each: -next(iter(each[1].values()))[2])
+    for (name, where), found in ordered:
         speeds = {
             mode: f"{row['tokens_per_second'] / 1e3:.0f} ({share:.2f})" for mode, (_, row, share) in found.items()
         }
