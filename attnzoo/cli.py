@@ -339,6 +339,9 @@ def main() -> NoReturn:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)
+    except click.UsageError as error:
+        help_of = f" (`{error.ctx.command_path} --help`)" if error.ctx else ""
+        _fail(f"{error.format_message().removesuffix('.')}{help_of}", 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt) as error:

@@ -153,7 +153,7 @@ def _parts(device: torch.device, dtype: torch.dtype) -> str:
     with FakeTensorMode():
         why = norms.triton_unavailable(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
     if device.type == "cpu":
-        why = why or "auto looks for kernels on a GPU alone"
+        why = why or "auto looks for kernels only on a GPU"
     parts = f"short convolutions (of up to {MOST_TOKENS} tokens), norms and log decays of layers"
     return f"{parts} run on {f'PyTorch: {why}' if why else 'triton'}"
 
@@ -241,7 +241,7 @@ def _row(variant: Variant, when: str, call: Call) -> Row:
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
     offered = [name for name in expected(variant, call) if name in faster]
     against = passed_over if on_gpu(call.q) else Variant.refuses
-    why = [f"{name}: {against(variant, name, call) or 'auto looks for it on a GPU alone'}" for name in offered]
+    why = [f"{name}: {against(variant, name, call) or 'auto takes it only on a GPU'}" for name in offered]
     if form == NOTHING:
         why.append(f"{REFERENCE}: {variant.refuses(REFERENCE, call)}")
     if form == REFERENCE and not offered:

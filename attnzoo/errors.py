@@ -108,7 +108,7 @@ def did_you_mean_path(path: str | Path, names: Iterable[str] = (), folders: bool
         if found != Path(path) and (found.is_dir() or not folders)
     }
     options = {name: name for name in names} | beside
-    close = nearest(Path(path).stem, options)
+    close = nearest(Path(path).stem, options, 0.6)
     return f"; did you mean {options[close]!r}?" if close else ""
 
 

@@ -200,7 +200,8 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     if path.is_file():
         return {TOKENIZER: path.read_bytes()}
     if not (path / TOKENIZER).is_file():
-        raise FileNotFoundError(f"tokenizer: expected a {TOKENIZER} or a folder with one, got {str(path)!r}")
+        fills = f"; `tokenizer.save_pretrained({str(path)!r})` writes one" if (path / "config.json").is_file() else ""
+        raise FileNotFoundError(f"tokenizer: expected a {TOKENIZER} or a folder with one, got {str(path)!r}{fills}")
     found = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
     for name in (name for name in found if name.endswith(".json")):
         json_object(found[name], path / name)

@@ -130,7 +130,8 @@ def _is_its_own(variant: Variant) -> str:
     transition = variant.transition
     if transition is None:
         return "its forms name no transition"
-    return "" if transition.shown == product_of(variant.requires) else f"R_t is its own, {transition.shown}"
+    same = transition.shown == product_of(variant.requires)
+    return "" if same else f"R_t = {transition.shown}, not the product of its parts' factors"
 
 
 def _segments(case: Case) -> Errors:

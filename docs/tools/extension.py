@@ -29,6 +29,7 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 FIGURE = re.compile(
     r'<img (?P<before>[^>]*)src="(?P<path>[^"#]*figures/out/[^"#]*)\.svg(?:#only-light)?"(?P<after>[^>]*)>'
 )
+FLAG = re.compile(r"<code>(--?[a-z][^<]{0,28})</code>")  # which a narrow page would break behind its hyphens
 # a reference in running text, or something in which it stays as it is
 REFERENCE = re.compile(
     rf"{maths.FORMULA.pattern}|<(?P<element>a|code|pre|h[1-6]|script|style)\b.*?</(?P=element)>|<[^>]*>"
@@ -193,7 +194,7 @@ class After(Postprocessor):
             return LISTING.sub(lambda m: sources.listing(m[1]), text)
         for item in getattr(self.md, "toc_tokens", []):
             self._set_titles(item)
-        text = self._link_references(text)
+        text = FLAG.sub(r'<code class="together">\1</code>', self._link_references(text))
         text = FIGURE.sub(
             r'<img \g<before>src="\g<path>.svg#only-light"\g<after>>'
             r'<img \g<before>src="\g<path>.dark.svg#only-dark"\g<after>>',

@@ -208,7 +208,7 @@ def test_a_readout_of_a_file_is_listed_shown_verified_and_trained_by_one_word(
         (["lst"], ["'lst'", "'list'"]),
         (["show", "foks"], ["'foks'", "did you mean 'fox'"]),
         (["verify", "path_fax"], ["did you mean 'path_fox'"]),
-        (["show"], ["'NAME'"]),
+        (["show"], ["'NAME' (`attnzoo show --help`)"]),
         (["show", "fox", "nope"], ["nope"]),
         (["show", "fox-pro-760m"], ["`attnzoo show --preset fox-pro-760m`"]),
         (["show", "fox-pro-760"], ["did you mean the model 'fox-pro-760m'", "`attnzoo show --preset fox-pro-760m`"]),

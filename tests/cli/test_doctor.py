@@ -222,9 +222,9 @@ def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monke
     report = doctor.examine(dtype=torch.float32)
     if not torch.cuda.is_available():
         assert {row.why for row in report.rows} == {
-            ("triton: auto looks for it on a GPU alone", "sdpa: auto looks for it on a GPU alone")
+            ("triton: auto takes it only on a GPU", "sdpa: auto takes it only on a GPU")
         }
-        assert report.parts.endswith("run on PyTorch: auto looks for kernels on a GPU alone")
+        assert report.parts.endswith("run on PyTorch: auto looks for kernels only on a GPU")
 
 
 def test_the_budget_of_gates_in_keys_is_said_where_no_kernel_of_ours_runs(monkeypatch: pytest.MonkeyPatch) -> None:

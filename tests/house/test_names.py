@@ -126,7 +126,7 @@ def test_a_path_where_nothing_is_leads_to_the_nearest_beside_it(tmp_path: Path, 
         with pytest.raises(FileNotFoundError) as error:
             ask(given)
         assert str(error.value).endswith(f"; did you mean {meant!r}?"), error.value
-    for far in ("elsewhere/qqqq.yaml", "runs", "texts"):  # a folder is not offered in its own place
+    for far in ("elsewhere/qqqq.yaml", "others", "runs", "texts"):  # a folder is not offered in its own place
         with pytest.raises(FileNotFoundError) as error:
             find_config(far, "compare")
         assert "did you mean" not in str(error.value)

@@ -127,7 +127,7 @@ def context(found: EffectiveContext) -> list[str]:
 
 def maps(found: AttentionMaps) -> list[str]:
     """Lines with the tokens to which each head attends most at the last token."""
-    lines = [f"{len(found.tokens)} tokens; what the last of them, {found.tokens[-1]!r}, takes most of"]
+    lines = [f"{len(found.tokens)} tokens; which of them the last, {found.tokens[-1]!r}, weighs most, head by head"]
     for layer in found.layers:
         most = [int(np.abs(head[-1]).argmax()) for head in layer.weights]
         seen = [f"{found.tokens[j]!r} {head[-1, j]:.2f}" for j, head in zip(most, layer.weights, strict=True)]
