@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_ops import assert_casts_operands_alone, assert_one_graph, layer_of, results
+from attention_ops import assert_broadcasts, assert_casts_operands_alone, assert_one_graph, layer_of, results
 from fox_cases import DEVICE, Case, inputs
 from named_ops import FAKES, opcheck
 from transforms import assert_only_auto_is_transformed
@@ -102,17 +102,7 @@ def test_inputs_need_not_be_contiguous() -> None:
 
 
 def test_broadcast_keys_and_gradients() -> None:
-    """One key head seen as two by expand, and the stride-0 gradient of a sum."""
-    x = inputs(Case(T=66, S=66, K=8, V=8), torch.float32)
-    q, k, v = (x[n].requires_grad_() for n in "qkv")
-
-    def grads(k_heads: torch.Tensor, v_heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        o = fox_attention(q, k_heads, v_heads, log_decay=x["log_decay"], impl="triton")
-        return torch.autograd.grad(o.sum(), (q, k, v))
-
-    wide = (t.expand(1, 66, 2, 8) for t in (k, v))
-    for a, b in zip(grads(*wide), grads(k, v), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_broadcasts(fox_attention, inputs(Case(T=66, S=66, K=8, V=8), torch.float32), "k v")
 
 
 def test_auto_takes_what_the_device_can_run() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_ops import assert_share_kept
 from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
@@ -288,13 +289,7 @@ def test_forms_and_kernels_prune_alike(
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:
-    case = Case(T=400, S=450, H=2, K=8, gate="open")
-    x = inputs(case, torch.float32)
-    args = {"log_decay": x["log_decay"], "prune": Prune(), "scale": 0.1}
-    ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
-    assert ours.shape == (1, 2)
-    assert bool(((ours >= dense) & (ours <= dense + 0.1) & (dense < 1)).all())
-    assert bool((kept_fraction(x["q"], x["k"], log_decay=torch.zeros_like(x["log_decay"]), prune=Prune()) == 1).all())
+    assert_share_kept(kept_fraction, inputs(Case(T=400, S=450, H=2, K=8, gate="open"), torch.float32))
 
 
 def test_the_tail_bound_prunes_at_least_as_much_on_normed_heads() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from attention_ops import assert_only_asked_for
+from attention_ops import assert_only_asked_for, assert_written_out
 from path_cases import DEVICE, Case, inputs, large_tiles, triton, within_budget
 from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.algebra.diagonal import Diagonal
-from attnzoo.algebra.oracle import softmax
 from attnzoo.algebra.transitions import HeadGate, cut
 from attnzoo.algebra.triangular import rank_one_block
 from attnzoo.kernels.levels.layout import BLOCK, Leaves
@@ -22,7 +21,7 @@ from attnzoo.kernels.path import path_attention
 from attnzoo.kernels.path.portable.decayed import decayed_level
 from attnzoo.kernels.path.portable.decayed_backward import decayed_backward
 from attnzoo.kernels.path.reference import path_reference
-from attnzoo.samples import random_inputs
+from attnzoo.samples import Regime
 
 __all__ = ["large_tiles"]
 
@@ -42,15 +41,8 @@ GPU = [  # what the Gluon kernels take
 
 @pytest.mark.parametrize("regime", ["open", "zero", "closed", "mixed"])
 @pytest.mark.parametrize("name", ["path_wall", "gated_path_wall"])
-def test_the_definition_is_the_product_written_out(name: str, regime: Any) -> None:
-    q, k, v, gate = random_inputs(name, B=1, T=21, H=4, G=2, K=8, V=6, regime=regime)
-    parts = {part: getattr(gate, part).requires_grad_() for part in gate.parts}
-    leaves = [x.requires_grad_() for x in (q, k, v, *parts.values())]
-    results = []
-    for o in (path_reference(q, k, v, **parts), softmax(q, k, v, gate)):
-        results.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+def test_the_definition_is_the_product_written_out(name: str, regime: Regime) -> None:
+    assert_written_out(path_reference, name, 21, regime)
 
 
 @pytest.fixture

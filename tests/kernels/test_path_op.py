@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention_ops import assert_casts_operands_alone, assert_one_graph, assert_only_asked_for, layer_of, results
+from attention_ops import (
+    assert_broadcasts,
+    assert_casts_operands_alone,
+    assert_one_graph,
+    assert_only_asked_for,
+    layer_of,
+    results,
+)
 from named_ops import FAKES, opcheck
 from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
 from transforms import assert_only_auto_is_transformed
@@ -162,19 +169,7 @@ def test_inputs_need_not_be_contiguous() -> None:
 
 
 def test_broadcast_keys_and_gradients() -> None:
-    """One key head seen as two by expand, and the stride-0 gradient of a sum."""
-    x = inputs(Case(T=66), torch.float32)
-    leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "w", "beta")]
-    q, k, v, w, beta = leaves
-
-    def grads(heads: int) -> tuple[torch.Tensor, ...]:
-        wide = (t.expand(1, 66, heads, 16) for t in (k, v))
-        w_, beta_ = w.expand(1, 66, heads, 16), beta.expand(1, 66, heads)
-        o = path_attention(q, *wide, w=w_, beta=beta_, log_decay=x["log_decay"], impl="triton")
-        return torch.autograd.grad(o.sum(), leaves)
-
-    for a, b in zip(grads(2), grads(1), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_broadcasts(path_attention, inputs(Case(T=66), torch.float32), "k v w beta")
 
 
 def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_ops import assert_share_kept
 from path_cases import DEVICE, Case, inputs, large_tiles, run, triton, within_budget  # noqa: F401  (a fixture)
 from torch import Tensor
 
@@ -167,19 +168,7 @@ def test_forms_and_kernels_prune_alike(bound: Any, known: float | None, monkeypa
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:
-    x = inputs(Case(T=400, gate="open"), torch.float32)
-    parts = {"w": x["w"], "beta": x["beta"]}
-    args: dict[str, Any] = {"log_decay": x["log_decay"], "prune": Prune(), "scale": 0.1, **parts}
-    ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
-    assert ours.shape == (1, 2)
-    assert bool(((ours >= dense) & (ours <= dense + 0.1) & (dense < 1)).all())
-    open_gate = torch.zeros_like(x["log_decay"])
-    for impl in ("triton", "reference"):
-        assert bool((kept_fraction(x["q"], x["k"], **parts, log_decay=open_gate, prune=Prune(), impl=impl) == 1).all())
-    args = {"log_decay": open_gate, "window": 100, **parts}
-    windows = [kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference")]
-    assert torch.equal(*windows)
-    assert float(windows[0].max()) < 1
+    assert_share_kept(kept_fraction, inputs(Case(T=400, gate="open"), torch.float32))
 
 
 def test_nothing_of_a_pruned_key_reaches_the_result() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import get_args
 
 import pytest
 import torch
 import triton as tr
 import triton.language as tl
+from attention_ops import assert_written_out
 from fox_cases import DEVICE, run
 from path_cases import large_tiles
 from test_path_one_pass import stand_in
@@ -16,12 +18,11 @@ from thinning import in_long
 from wall_cases import Case, inputs, triton, within_budget
 
 from attnzoo import Prune
-from attnzoo.algebra.oracle import softmax
 from attnzoo.kernels.common.channel_gates import to_nearest
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference
-from attnzoo.samples import random_inputs
+from attnzoo.samples import Regime
 
 __all__ = ["large_tiles"]
 
@@ -49,16 +50,9 @@ GPU = [  # what the Gluon kernels take
 ]
 
 
-@pytest.mark.parametrize("regime", ["open", "closing", "zero", "closed", "mixed"])
-def test_the_definition_is_the_product_written_out(regime: str) -> None:
-    q, k, v, gate = random_inputs("wall", B=1, T=41, H=4, G=2, K=8, V=6, regime=regime)  # type: ignore[arg-type]
-    assert gate.log_diag is not None
-    leaves = [x.requires_grad_() for x in (q, k, v, gate.log_diag)]
-    results = []
-    for o in (wall_reference(q, k, v, log_diag=gate.log_diag), softmax(q, k, v, gate)):
-        results.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("regime", get_args(Regime))
+def test_the_definition_is_the_product_written_out(regime: Regime) -> None:
+    assert_written_out(wall_reference, "wall", 41, regime)
 
 
 @pytest.mark.parametrize(
