@@ -49,7 +49,7 @@ def nth(n, n_all, n_blocks, n_heads):
 @triton.jit
 def load_keys(p_x, i_b, s, i_g, o_s, o_d, stride, S, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
               MASK: tl.constexpr):  # fmt: skip
-    """Rows s + o_s of one head of k or v, by descriptor or by pointer. # [BS, BD]"""
+    """Rows s + o_s of one head of k or v, or of q or dO, by descriptor or by pointer. # [BS, BD]"""
     if TMA:  # reads 0 past S and past D
         b = p_x.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BD])
     else:

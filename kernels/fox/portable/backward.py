@@ -58,7 +58,7 @@ from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.retention import numbers_of
 from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
 from attnzoo.kernels.common.scores import product_gradient, scores
-from attnzoo.kernels.common.tile_loads import load_tile, schedule
+from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 from attnzoo.kernels.fox.operands import FoxBackward, FoxSums
 
 
@@ -69,12 +69,8 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
              TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, p_keep, p_gone,
              rule):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
-    if TMA:
-        b_k = p_k.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BK])
-        b_v = p_v.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BV])
-    else:
-        b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
-        b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
+    b_k = load_keys(p_k, i_b, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, MASK)
+    b_v = load_keys(p_v, i_b, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, MASK)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)  # [BT, BS]
     b_y = scores(b_s, scale2)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
@@ -189,12 +185,8 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_db, b_df, b_k, b_v, b_bias, b_base, b_fade, p
     b_db, b_df: that gradient, of b_base and b_fade (``common/forgetful_bias.py``). With a rule and KIND 0 all biases
     are the same, a part of b_shift.
     """
-    if TMA:  # zeros past T and past the head dims
-        b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
-        b_do = p_do.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BV])
-    else:
-        b_q = load_tile(p_q + i * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - i, K, BK, MASK)  # [BT, BK]
-        b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)  # [BT, BV]
+    b_q = load_keys(p_q, i_b, i, i_h, o_t, o_k, stride_qt, T, K, BK, TMA, MASK)
+    b_do = load_keys(p_do, i_b, i, i_h, o_t, o_v, stride_dt, T, V, BV, TMA, MASK)
     b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
     if GATE != 0 or (KIND == 0 and rule is not None):
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile

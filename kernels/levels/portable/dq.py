@@ -19,9 +19,10 @@ from .forward import base_at, level_keys, level_tile, pair_scores
 
 
 @triton.jit
-def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
-               GATE: tl.constexpr, HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """The gradient dS of the scores of one key tile; b_s = q k^T. # [BT, BS]"""
+def _dq_tile(b_dq, b_dr, b_s, b_k, b_v, b_do, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
+             GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr, PREC: tl.constexpr,
+             MASK: tl.constexpr, m_own=None):  # fmt: skip
+    """dQ and row sums of dS from one key tile; b_s = q k^T. Rows in m_own do not count for dQ, if it is there."""
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # in flight during exp2
     b_y = scores(b_s, scale2)
     if GATE != 0:
@@ -32,7 +33,13 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
         if HAS_SINCE:
             m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
         b_p = tl.where(m_y, b_p, 0.0)
-    return b_p * (b_dp - b_delta[:, None])
+    b_ds = b_p * (b_dp - b_delta[:, None])  # [BT, BS]
+    if ROW_SUM:
+        b_dr += tl.sum(b_ds, 1)
+    b_ds = product_gradient(b_ds, b_s, scale2)
+    if m_own is not None:
+        b_ds = tl.where(m_own[:, None], 0.0, b_ds)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC), b_dr
 
 
 @launched
@@ -49,6 +56,7 @@ def path_dq_portable_kernel(
 ):  # fmt: skip
     """dQ of each level and of the odd blocks, and delta corrected in place; schedule and frame of the forward."""
     G: tl.constexpr = H // REP
+    ROW_SUM: tl.constexpr = GATE != 0 or HAS_SINK
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
@@ -97,13 +105,9 @@ def path_dq_portable_kernel(
         b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
         b_s = pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
-        b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2, GATE,
-                          HAS_SINCE, PREC, True)  # fmt: skip
-        if GATE != 0 or HAS_SINK:
-            b_dr += tl.sum(b_ds, 1)
-        b_ds = product_gradient(b_ds, b_s, scale2)
-        b_ds = tl.where((b_row // KU == s // KU)[:, None], 0.0, b_ds)
-        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
+        m_own = b_row // KU == s // KU
+        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_s, b_k, b_v, b_do, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row,
+                              b_since, scale2, GATE, HAS_SINCE, ROW_SUM, PREC, True, m_own)  # fmt: skip
     p_dqt = p_dqb + ((i_b * T + row) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     m_odd = m_t & (b_row // KU % 2 == 1)
     tl.store(p_dqt, (b_dq * scale).to(p_dqb.dtype.element_ty), mask=m_odd[:, None] & (o_k[None, :] < K))
@@ -125,12 +129,9 @@ def path_dq_portable_kernel(
                     b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                    b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
-                                      scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
-                    if GATE != 0 or HAS_SINK:
-                        b_dr += tl.sum(b_ds, 1)
-                    b_ds = product_gradient(b_ds, b_s, scale2)
-                    b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
+                    b_dq, b_dr = _dq_tile(b_dq, b_dr, b_s, b_k, b_v, b_do, b_lse, b_delta, p_c, b_slope, b_shift, s,
+                                          o_s, b_row, b_since, scale2, GATE, HAS_SINCE, ROW_SUM, PREC,
+                                          True)  # fmt: skip
             b_base = base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
@@ -139,14 +140,10 @@ def path_dq_portable_kernel(
                 b_k = level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
-                                  GATE, HAS_SINCE, PREC, False)  # fmt: skip
-                if GATE != 0 or HAS_SINK:
-                    b_dr += tl.sum(b_ds, 1)
-                b_ds = product_gradient(b_ds, b_s, scale2)
-                b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
+                b_dq, b_dr = _dq_tile(b_dq, b_dr, b_s, b_k, b_v, b_do, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s,
+                                      b_row, b_since, scale2, GATE, HAS_SINCE, ROW_SUM, PREC, False)  # fmt: skip
             p_dqt = p_dq + ((i_lb.to(tl.int64) * Tq + r) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
             tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
-    if GATE != 0 or HAS_SINK:
+    if ROW_SUM:
         p_r = i_bh.to(tl.int64) * T + b_row
         settle_delta(p_rows + o_t * 2 + 1, p_w + p_r, p_dlse + p_r, b_delta, b_dr, m_t, HAS_SINK, HAS_DLSE)
