@@ -14,6 +14,9 @@ from attnzoo.layer.modules import on_kernels, untouched
 from attnzoo.precision import GateAffine
 
 WHOLE = "q, k, v"
+ALIGNED = 8  # numbers of 16 bits, at which each wide map's part of a row begins: 16 bytes
+FILLING = "zeros"  # rows that are no map's
+PADDED = 64  # numbers of which rows are a multiple, so that Inductor pads none, and what reads a part needs no copy
 COPIED = 1 << 24  # numbers of weights of one product, held for its gradient, where autocast does not copy them anyhow
 
 
@@ -47,9 +50,10 @@ class _Products(torch.autograd.Function):
 def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequence[str] = ()) -> dict[str, Tensor]:
     """The products of rows ``x [B, T, D]`` with weights of a layer, by name; not of those that must be called.
 
-    Thin maps, of gates, are one product. Wide ones are taken where a gradient is recorded: as one product in compiled
-    code, whose launches take the host's time (but see ``COPIED``), and else for the sums of their gradients of x. The
-    products of maps ``whole``, the first wide ones, are wanted as one tensor: where it is made, its name is ``WHOLE``.
+    Thin maps, of gates, are one product. Wide ones are taken where a gradient is recorded: as one product with the thin
+    ones in compiled code, whose launches take the host's time (but see ``COPIED``), and else for the sums of their
+    gradients of x. The products of maps ``whole``, the first wide ones, are wanted as one tensor: where it is made, its
+    name is ``WHOLE``.
     """
     weights: dict[str, Any] = {
         name: part.weight for name, part in maps.items()
@@ -74,9 +78,14 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     whole = [*whole] if whole and set(whole) <= {*wide} and join(whole) else []
     if in_transform() or not records(x, *weights.values()):
         pass
-    elif compiled:  # each begins at a multiple of 16 bytes
-        wide = [name for name in wide if type(maps[name]) is nn.Linear and len(weights[name]) % 8 == 0]
-        groups += [wide] if len(wide) > 1 and join(wide) else []
+    elif compiled:
+        gates = [name for name in weights if type(maps[name]) is GateAffine]
+        names = [name for name in wide if name not in gates and len(weights[name]) % ALIGNED == 0] + gates
+        if len(names) > max(1, len(gates)) and join(names):
+            weights[FILLING] = weights[names[0]].new_zeros(
+                -sum(len(weights[name]) for name in names) % PADDED, x.shape[-1]
+            )
+            groups = [[*names, FILLING]]
     else:
         if whole:
             groups.append(whole)
@@ -100,4 +109,5 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
         if whole and [*names[:n]] == whole:
             names, sizes = [WHOLE, *names[n:]], [sum(sizes[:n]), *sizes[n:]]
         known.update(zip(names, y.split(sizes, -1) if len(names) > 1 else (y,), strict=True))
+    known.pop(FILLING, None)
     return known

@@ -168,7 +168,7 @@ class NamedOp(Generic[Inputs, Outputs]):
         for device in ("CPU", "CUDA"):
             self._library.impl(name, seen, f"Autograd{device}", with_keyset=True)
         if hasattr(self.op, "_op"):
-            self.op._op = _Called(self.op._op, run, whole)  # type: ignore[assignment]
+            self.op._op = _Called(self.op._op, run, whole)
 
     def without_gradient(self, given: Inputs, x: Tensor) -> Outputs:
         """The outputs, past the dispatcher where neither a compiler nor a kind of tensor (that of x) sees the op."""
