@@ -240,7 +240,7 @@ def _module(pair: Pair, side: Side) -> ModuleType:
     made.__dict__.update(
         FORMS=forms(*pair.requires, transition=pair.transition),
         LAYER=layer(*pair.requires) | dict(getattr(pair, f"{side}_layer")),
-        PAPER=pair.paper or "; ".join(papers),
+        PAPER=pair.paper or (f"parts of {'; '.join(papers)}" if papers else ""),
     )
     return made
 

@@ -84,6 +84,7 @@ def test_variant_is_complete(name: str) -> None:
     assert needed <= set(variant.forms) <= needed | {"fla", "triton", "sdpa"}
     assert callable(variant.extend)
     assert variant.module.__doc__
+    assert variant.paper.startswith("parts of ") == (not hasattr(variant.module, "__file__") and not variant.pair.paper)
 
 
 def test_prunable_are_those_with_a_scalar_decay() -> None:
