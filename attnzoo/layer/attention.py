@@ -29,7 +29,7 @@ from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, l2_normalize, untouched, writes_fuse
+from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, TokenShift, l2_normalize, untouched, writes_fuse
 from attnzoo.layer.products import WHOLE, products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
@@ -323,7 +323,7 @@ class Attention(AttentionParts):
     def _maps_of(self, mixed: Sequence[Tensor] | None) -> dict[str, nn.Module]:
         """The maps that read the hidden states themselves, by the names of their products."""
         shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
-        thin = {name: one.proj for name, one in shifts.items() if one is not None and untouched(one)}
+        thin = {name: one.proj for name, one in shifts.items() if type(one) is TokenShift and untouched(one)}
         if untouched(self.gate):
             thin.update(self.gate.maps)  # `|=` breaks graphs of torch 2.7
         maps: dict[str, nn.Module] = {name: one for name, one in thin.items() if type(one) is GateAffine}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as every
 
 from attnzoo.algebra.values import as_given
 from attnzoo.kernels import convolution, linear, norms
@@ -34,9 +35,13 @@ def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def untouched(part: nn.Module) -> bool:
-    """Whether a module may be left out of a call that computes what it would: no hook waits for it, and nobody put a
-    ``forward`` of their own into it."""
-    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    """Whether a module may be left out of a call that computes what it would: no hook waits for it or for every module,
+    and nobody put a ``forward`` of their own into it."""
+    hooks = (
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        or every._global_forward_hooks or every._global_forward_pre_hooks
+        or every._global_backward_hooks or every._global_backward_pre_hooks
+    )  # fmt: skip
     return not hooks and "_hf_hook" not in part.__dict__ and "forward" not in part.__dict__
 
 

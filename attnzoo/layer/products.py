@@ -27,11 +27,15 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
+        ctx.device = x.device.type
         rows = x.contiguous()
         return tuple([F.linear(rows, one) for one in weights])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_autocast_enabled(ctx.device):  # now; the products need not have been under it
+            with torch.autocast(ctx.device, enabled=False):
+                return _Products.backward(ctx, *grads)
         x, *weights = ctx.saved_tensors
         of_x, *of_weights = ctx.needs_input_grad
         rows, dx = x.flatten(0, -2), None

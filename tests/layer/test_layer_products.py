@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from attnzoo import build_attention
 from attnzoo.layer import products as layer_products
+from attnzoo.layer.modules import TokenShift
 from attnzoo.layer.products import WHOLE, _Products, products
+from attnzoo.layer.stream import Stream
 from attnzoo.precision import GateAffine
 
 
@@ -73,6 +77,52 @@ def test_maps_that_are_more_than_a_weight_are_left_to_be_called() -> None:
         assert products(x, made, "triton") == {}
         assert {*products(x, maps(), "triton")} == {"a", "b"}
     assert {*products(x.double(), maps(), "triton")} == set()
+
+
+def test_a_hook_for_every_module_sees_all_maps() -> None:
+    made, seen = maps(), list[nn.Module]()
+    hooks: tuple[Any, ...] = (
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_forward_pre_hook,
+        torch.nn.modules.module.register_module_full_backward_hook,
+        torch.nn.modules.module.register_module_full_backward_pre_hook,
+    )
+    for hook in hooks:
+        handle = hook(lambda module, *given: seen.append(module))
+        try:
+            assert products(torch.randn(2, 3, 6), made, "triton") == {}
+        finally:
+            handle.remove()
+    assert {*products(torch.randn(2, 3, 6), made, "triton")} == {*made}
+
+
+def test_a_backward_pass_under_autocast_is_that_of_the_products_without() -> None:
+    found = []
+    for enabled in (True, False):
+        made, x = maps(), torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+        def squares(x: Tensor, made: dict[str, nn.Module] = made) -> Tensor:
+            return torch.stack([y.square().sum() for y in products(x, made, "triton").values()]).sum()
+
+        total = checkpoint(squares, x, use_reentrant=False)
+        with torch.autocast("cpu", enabled=enabled):
+            found.append(torch.autograd.grad(total, [x, *(one.weight for one in made.values())]))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+class Doubled(TokenShift):
+    """A shift of somebody's own, by another input."""
+
+    def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
+        return super().forward(x, 2 * hidden, stream, name)
+
+
+def test_a_shift_of_ones_own_is_given_no_product_of_other_rows() -> None:
+    layer = build_attention("fox", hidden_size=16, num_heads=2, block="pro")
+    assert {"k_shift", "v_shift"} <= {*layer._maps_of(None)}
+    layer.k_shift = Doubled(16, 2)
+    assert {"k_shift", "v_shift"} & {*layer._maps_of(None)} == {"v_shift"}
 
 
 def test_autocast_leaves_rows_in_float64_as_they_are() -> None:
