@@ -20,6 +20,7 @@ from attnzoo.forms.backends.fox_path import on_packed
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.retention import Retention, Rule
+from attnzoo.kernels.retention import held_keys, key_divergence
 from attnzoo.kernels.retention.lesson import Lesson, has_kernel
 
 
@@ -69,7 +70,6 @@ def fused_teacher(
         forms, call, keys, options, temperature: as in :func:`fused_student`.
     """
     from attnzoo.kernels.fox import fox_attention
-    from attnzoo.kernels.retention import key_divergence
 
     lesson, G = Lesson(options.pool, options.discount, options.normalize, options.divergence), keys.shape[1]
 
@@ -97,8 +97,6 @@ def fused_kept(keys: Tensor, options: Forgetting, temperature: float, given: Sof
         keys: the network's features of the keys, ``[B, G, T, X]``.
         given: options of the core.
     """
-    from attnzoo.kernels.retention import held_keys
-
     retention, T = retention_of_keys(keys, options, temperature), keys.shape[2]
 
     def held(keys: Tensor, borders: Tensor | None) -> Tensor:

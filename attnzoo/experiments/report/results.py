@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnzoo.errors import did_you_mean_path
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
@@ -207,8 +208,6 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def describe_machine(accelerator: bool = True) -> dict[str, str]:
     """A description of this machine (processor, cores, GPU if used, versions), without names of its owner."""
-    import torch
-
     machine = {
         "processor": _processor(),
         "cores": str(os.cpu_count()),

@@ -22,6 +22,7 @@ from attnzoo.forms.caches.inplace_keys import CarriedMemory
 from attnzoo.forms.caches.state import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import READS_LESS, SoftmaxOptions, existing, separated
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.options import portable_alone
 from attnzoo.kernels.common.retention import Retention
 
@@ -115,7 +116,6 @@ def fox_kernel(forms: Additive) -> Kernel:
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
-        from attnzoo.kernels.common.device import machine
         from attnzoo.kernels.fox import plan
 
         (T, H, K), (G, V) = call.q.shape[1:], call.v.shape[2:]
@@ -210,7 +210,6 @@ def path_kernel(decaying: bool = False) -> Kernel:
 
 def planned(call: Call, shortened: bool) -> tuple[str, str]:
     """The kernels over levels that run whole sequences, and the reason why no faster ones do."""
-    from attnzoo.kernels.common.device import machine
     from attnzoo.kernels.levels.plan import LevelsCall, plan
 
     needs_gate_grad = call.gate.log_decay is not None and records(call.gate.log_decay)

@@ -25,6 +25,7 @@ from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode import path_unavailable, triton_unavailable
+from attnzoo.kernels.decode.plan import MOST_ROWS
 
 Attended = tuple[Tensor, Tensor]  # o [B, H, T, V] without a sink, and its log-sum-exp [B, H, T]
 
@@ -204,8 +205,6 @@ def _sizes(q: Tensor, v: Tensor, G: int) -> PoolSizes:
 
 def _refuses(form: str, call: Call) -> str:
     """Why the kernels of ``attnzoo.kernels.decode`` cannot serve a call over pages, whatever its tensors, or ""."""
-    from attnzoo.kernels.decode.plan import MOST_ROWS
-
     if form != "triton":
         return f"the {form} form reads no keys in pages"
     if "return_lse" in call.options:

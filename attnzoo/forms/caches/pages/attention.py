@@ -13,6 +13,7 @@ from attnzoo.forms.caches.pages.page_table import PAGE, Pages
 from attnzoo.forms.options import READS_LESS, SoftmaxOptions
 from attnzoo.forms.readout import least_logit, logits_of
 from attnzoo.kernels.common.options import AttentionOptions
+from attnzoo.kernels.decode import paged_append, paged_attention
 from attnzoo.kernels.decode.eight_bits import written
 
 
@@ -38,8 +39,6 @@ def append_and_attend(
         impl: of ``attnzoo.kernels.decode``.
         count: tokens that each sequence gets, ``[B]`` int32; None for all of them.
     """
-    from attnzoo.kernels.decode import paged_append, paged_attention
-
     dtype = v.dtype if pool.exponents is not None else pool.k.dtype
     k, x = (x.to(dtype) for x in (k, v))
     if log_decay is not None and pool.decay is not None:

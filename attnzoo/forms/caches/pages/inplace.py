@@ -22,6 +22,7 @@ from attnzoo.forms.caches.state import KVCache
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.kernels.common.untraced import untraced
+from attnzoo.kernels.decode import TokenParts, paged_step, paged_workspace
 
 LONG, LARGE = 64, 2**27  # a head's pages, and bytes of all: what is less is read faster than it is looked through
 
@@ -102,8 +103,6 @@ class PagedMemory(Memory):
             parts: ``gate``, ``shift``, ``norm`` and ``finish`` of :func:`attnzoo.kernels.decode.paged_step`.
             options: as those of a :class:`~attnzoo.forms.protocol.Call`.
         """
-        from attnzoo.kernels.decode import TokenParts, paged_step
-
         pool, batch = self.pool, self.rows
         return paged_step(
             *rows, pool.state(), past=batch.length, count=batch.count(), parts=TokenParts(**parts),
@@ -192,7 +191,5 @@ class PagedMemory(Memory):
             yield self.phase
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
-        from attnzoo.kernels.decode import paged_workspace
-
         pool, device = self.pool, self.rows.length.device
         return paged_workspace(pool.k, pool.v, pool.table, heads, device, tokens, pool.group)

@@ -18,6 +18,7 @@ from attnzoo.forms.caches.pages.page_table import Pages, PoolSizes
 from attnzoo.forms.caches.pages.present_tokens import in_front
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
+from attnzoo.kernels.decode import crop_unavailable, paged_crop
 from attnzoo.kernels.decode.eight_bits import E4M3, write, written
 
 ROWS = 128  # at a time
@@ -290,11 +291,8 @@ class KeyPool(Pages):
         Pages stay where they are, for tokens to come. Nothing here waits for the device, or knows ``lengths``. On a GPU
         it is one kernel.
         """
-        if length.is_cuda:
-            from attnzoo.kernels.decode import crop_unavailable, paged_crop
-
-            if not crop_unavailable(self.state()):
-                return paged_crop(self.state(), length)
+        if length.is_cuda and not crop_unavailable(self.state()):
+            return paged_crop(self.state(), length)
         page, slot = self._place(length, self.k_norm)
         ids = self.table.gather(2, page)[..., 0]
         inside = torch.arange(PAGE, device=length.device) < slot  # [B, G, PAGE]

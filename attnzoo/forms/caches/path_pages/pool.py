@@ -33,6 +33,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.kernels.common.untraced import untraced
+from attnzoo.kernels.decode import paged_path_carry, paged_path_step
 from attnzoo.kernels.decode.path_state import OpenGroup, PathGroups
 from attnzoo.precision import wide_dtype
 
@@ -248,8 +249,6 @@ class CarriedPool(KeyPool):
     ) -> Tensor:  # fmt: skip
         T, before = q.shape[1], self.lengths
         if impl == "triton":
-            from attnzoo.kernels.decode import paged_path_step
-
             if self.recent is not None:
                 self._remember(Factors.of(k, gate, last_tokens(T, count)), before)
             x, tokens = v.to(self.v.dtype), path_tokens(k.to(self.k.dtype), gate, count)
@@ -279,8 +278,6 @@ class CarriedPool(KeyPool):
             factors = Factors.of(k, gate, None)._replace(counts=kept.tolist())
             self._carry(factors, (self.length - kept).tolist())
             return
-        from attnzoo.kernels.decode import paged_path_carry
-
         order = (torch.arange(T, device=k.device) - (T - kept[:, None])).clamp(min=0)  # these tokens last
 
         def last(x: Tensor) -> Tensor:
