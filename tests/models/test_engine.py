@@ -4,18 +4,12 @@ import functools
 
 import pytest
 import torch
-from generated import LAYERS, LENGTHS, alone, build
+from generated import LAYERS, alone, build
 from torch._dynamo.utils import counters
 
 from attnzoo.errors import NotFiniteError
 from attnzoo.models import Generator
 from attnzoo.models.generation.sampling import FILTERED, Samplers, Sampling, uniform
-
-
-@pytest.fixture
-def prompts():
-    draws = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 40, (T,), generator=draws) for T in LENGTHS]
 
 
 @pytest.mark.parametrize("name", LAYERS)

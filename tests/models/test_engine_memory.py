@@ -17,12 +17,6 @@ from attnzoo.models.generation.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("small_groups")
 
 
-@pytest.fixture
-def prompts():
-    draws = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 40, (T,), generator=draws) for T in LENGTHS]
-
-
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(name):
     model, draws = forgetful(name), torch.Generator().manual_seed(2)

@@ -10,11 +10,6 @@ from attnzoo.models.peers import from_peer, peer_of
 from attnzoo.models.swap import Unfilled
 
 
-@pytest.fixture
-def tokens():
-    return torch.randint(1, 70, (2, 33), generator=torch.Generator().manual_seed(1))
-
-
 class OfficialFoX(torch.nn.Module):
     """One of the FoX paper's models (Lin et al., 2025, section 3 and appendices A, D and E) in plain torch.
 

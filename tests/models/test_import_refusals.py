@@ -17,11 +17,6 @@ def plain(monkeypatch):
     in_plain_torch(monkeypatch)
 
 
-@pytest.fixture
-def tokens():
-    return torch.randint(1, 70, (2, 33), generator=torch.Generator().manual_seed(1))
-
-
 OF_LAYERS = {**SIZES, "model_type": "olmo3", "rms_norm_eps": 1e-5, "num_hidden_layers": 4}
 
 
