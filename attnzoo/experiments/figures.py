@@ -361,8 +361,17 @@ def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: 
 
 
 def shortened(name: str) -> str:
-    """A name in a figure: of a long one its beginning and its end."""
-    return name if len(name) <= NAME else f"{name[: NAME - 16]}…{name[-15:]}"
+    """A name in a figure: of a long one its beginning and its end, cut between words where it has any."""
+    if len(name) <= NAME:
+        return name
+    words = name.split(" ")
+    ends = [
+        (" ".join(words[:first]), " ".join(words[last:]))
+        for first in range(min(len(words), NAME), 0, -1)
+        for last in range(max(first + 1, len(words) - NAME), len(words))
+    ]
+    cuts = [f"{start} … {end}" for start, end in ends if min(len(start), len(end)) >= NAME // 8]
+    return max((cut for cut in cuts if len(cut) <= NAME), key=len, default=f"{name[: NAME - 16]}…{name[-15:]}")
 
 
 def spread(wanted: Sequence[float], gap: float, height: float) -> list[float]:

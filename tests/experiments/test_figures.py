@@ -103,6 +103,18 @@ def test_a_long_name_leaves_room_for_the_curve(end: str) -> None:
         assert 0 <= box.x0 < box.x1 <= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("FoX (Pro), 0.001, twice the tokens", "FoX (Pro), 0.001, twice the tokens"),
+        ("Transformer (Pro), 0.001, twice the tokens", "Transformer (Pro), 0.001, twice … tokens"),
+        ("x" * 60, "x" * 24 + "…" + "x" * 15),
+    ],
+)
+def test_a_long_name_is_cut_between_words_where_it_has_any(name: str, shown: str) -> None:
+    assert figures.shortened(name) == shown
+
+
 def test_names_of_dots_do_not_collide_and_stay_inside_the_panel() -> None:
     names = ["fox", "fox (acp)", "fox (window=64)", LONG]
     rows = [
