@@ -109,15 +109,14 @@ def after_training(experiment: str, size: str, arm: str, seed: int) -> tuple[flo
     return run.validation, run.validation - probed, float(np.mean([loss for _, loss in run.curve[-40:]]))
 
 
-def gained_late(arm: str, base: str) -> float:
-    """What an arm of `pairs` at gpu-25m has gained in training loss over its base between 431 and 464 million tokens,
-    shortly before where ALiBi's two runs were stopped, in the mean of the seeds of both, which read the same text."""
+def gained_late(arm: str, base: str, seed: int) -> float:
+    """What a seed of an arm of `pairs` at gpu-25m has gained in training loss over its base between 431 and 464 million
+    tokens, shortly before where ALiBi's two runs were stopped; both read the same text."""
     stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-25m-stopped.json").read_text(encoding="utf-8"))
-    curves = {(name, int(seed)): curve for name, seeds in stopped.items() for seed, curve in seeds.items()}
+    curves = {(name, int(number)): curve for name, seeds in stopped.items() for number, curve in seeds.items()}
     curves |= {(run.arm, run.seed): run.curve for run in outcome("pairs", "gpu-25m").runs}
-    late = {key: np.mean([loss for tokens, loss in curve if 431e6 < tokens < 464e6]) for key, curve in curves.items()}
-    there = [seed for name, seed in late if name == arm and (base, seed) in late]
-    return float(np.mean([late[base, seed] - late[arm, seed] for seed in there]))
+    late = [np.mean([loss for tokens, loss in curves[name, seed] if 431e6 < tokens < 464e6]) for name in (base, arm)]
+    return float(late[0] - late[1])
 
 
 def verdict(experiment: str, size: str, number: int) -> str:
