@@ -81,7 +81,7 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
 @experiment.command()
 @click.argument("name")
 @overrides_argument
-@click.option("--size", help="cpu: 15 minutes on two cores; gpu: on one H200.  [default: cpu, or a file's only size]")
+@click.option("--size", help="cpu: on two cores; gpu: on an H200; more: see `show`.  [default: cpu, or a file's only]")
 @SEEDS
 @click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")

@@ -30,6 +30,8 @@ FIGURE = re.compile(
     r'<img (?P<before>[^>]*)src="(?P<path>[^"#]*figures/out/[^"#]*)\.svg(?:#only-light)?"(?P<after>[^>]*)>'
 )
 FLAG = re.compile(r"<code>(--?[a-z][^<]{0,28})</code>")  # which a narrow page would break behind its hyphens
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code>[^<]*</code>")
 # a reference in running text, or something in which it stays as it is
 REFERENCE = re.compile(
     rf"{maths.FORMULA.pattern}|<(?P<element>a|code|pre|h[1-6]|script|style)\b.*?</(?P=element)>|<[^>]*>"
@@ -194,6 +196,7 @@ class After(Postprocessor):
             return LISTING.sub(lambda m: sources.listing(m[1]), text)
         for item in getattr(self.md, "toc_tokens", []):
             self._set_titles(item)
+        text = CELL.sub(lambda cell: CODE.sub(_may_break, cell[0]), text)
         text = FLAG.sub(r'<code class="together">\1</code>', self._link_references(text))
         text = FIGURE.sub(
             r'<img \g<before>src="\g<path>.svg#only-light"\g<after>>'
@@ -238,6 +241,14 @@ class After(Postprocessor):
             return f'(<a class="to-eq" href="{self._url("eq", tag)}" title="{says}">{tag}</a>)'
 
         return REFERENCE.sub(link, text)
+
+
+def _may_break(code: re.Match[str]) -> str:
+    """Code in a table with the places at which a narrow page may break it."""
+    return (
+        re.sub(r"(?<=\w[_/=(,])(?=[\w&])|(?<=[a-z]\.)(?=[A-Za-z])", "<wbr>", code[0].removesuffix("</code>"))
+        + "</code>"
+    )
 
 
 def makeExtension(**options: Any) -> ZooExtension:  # noqa: N802 - the library's name
