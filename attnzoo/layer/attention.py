@@ -30,7 +30,7 @@ from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, TokenShift, l2_normalize, untouched, writes_fuse
-from attnzoo.layer.products import WHOLE, products
+from attnzoo.layer.products import ROWS, WHOLE, products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
 from attnzoo.layer.shifted import by_groups
@@ -307,7 +307,8 @@ class Attention(AttentionParts):
         if mixed is not None:
             q, k, v = self.q_proj(mixed[0]), self.k_proj(mixed[1]), self.v_proj(mixed[2])
         else:
-            inner, known = x if self.latent is None else self.latent(x), stream.products
+            inner = x if self.latent is None else self.latent(x)
+            known = stream.products if stream.products.get(ROWS) is x else {}  # a subclass may give rows of its own
             if WHOLE in known:
                 return convolved((self.q_conv, self.k_conv, self.v_conv), known[WHOLE], stream)
             q = known["q"] if "q" in known else self.q_proj(x)
@@ -342,6 +343,7 @@ class Attention(AttentionParts):
             together = self.q_conv is not None and one_convolution((self.q_conv, self.k_conv, self.v_conv), x, stream)
             whole = ("q", "k", "v") if together else ()
             stream.products.update(products(x, self._maps_of(mixed), self._impl, whole))
+            stream.products[ROWS] = x
         q, k, v = self.rows(x, stream, mixed)
         if self.value_residual is not None:
             v = self.value_residual(v, x if mixed is None else mixed[2], first)

@@ -14,6 +14,7 @@ from attnzoo.layer.modules import on_kernels, untouched
 from attnzoo.precision import GateAffine
 
 WHOLE = "q, k, v"
+ROWS = "x"  # the name under which the rows stand beside their products
 ALIGNED = 8  # numbers of 16 bits, at which each wide map's part of a row begins: 16 bytes
 FILLING = "zeros"  # rows that are no map's
 PADDED = 64  # numbers of which rows are a multiple, so that Inductor pads none, and what reads a part needs no copy

@@ -23,7 +23,7 @@ class Stream:
         device: the device of the rows.
         cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, without padding or a cache; or None.
         windows: the new windows for the cache, by name, from :meth:`windowed`.
-        products: of the rows with thin maps of the layer, by name, where they are known.
+        products: of the rows with maps of the layer, by name, where they are known, and the rows.
     """
 
     valid: Tensor | None

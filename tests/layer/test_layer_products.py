@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo import build_attention
 from attnzoo.layer import products as layer_products
+from attnzoo.layer.attention import Attention
 from attnzoo.layer.modules import TokenShift
 from attnzoo.layer.products import WHOLE, _Products, products
 from attnzoo.layer.stream import Stream
@@ -123,6 +124,25 @@ def test_a_shift_of_ones_own_is_given_no_product_of_other_rows() -> None:
     assert {"k_shift", "v_shift"} <= {*layer._maps_of(None)}
     layer.k_shift = Doubled(16, 2)
     assert {"k_shift", "v_shift"} & {*layer._maps_of(None)} == {"v_shift"}
+
+
+class Halved(Attention):
+    """A layer of somebody's own, whose q, k and v are of other rows than its gates."""
+
+    def rows(self, x: Tensor, stream: Stream, mixed: Any = None) -> Any:
+        return super().rows(x / 2, stream, mixed)
+
+
+@pytest.mark.parametrize("name", ["fox", "mamba2"])
+def test_a_subclass_that_gives_rows_of_its_own_is_given_no_product_of_others(name: str) -> None:
+    layer, x = build_attention(name, hidden_size=16, num_heads=2), torch.randn(1, 5, 16).requires_grad_()
+    layer.__class__ = Halved
+    layer._impl, expected = "triton", layer.rows(x, Stream(None, None, (1, 5), x.device))
+    seen = []
+    layer.rows = lambda *given: seen.append(Halved.rows(layer, *given)) or seen[-1]
+    layer.project(x)
+    for a, b in zip(seen[0], expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_autocast_leaves_rows_in_float64_as_they_are() -> None:
