@@ -106,13 +106,13 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
     alone = compiled or len(of) < 2
     made = [F.linear(x, one) for one in of] if alone else _Products.apply(x, *of)  # type: ignore[no-untyped-call]
     known: dict[str, Tensor] = {}
-    for names, y in zip(groups, made, strict=True):
-        if len(names) == 1:
-            known[names[0]] = y
+    for group, y in zip(groups, made, strict=True):
+        if len(group) == 1:
+            known[group[0]] = y
             continue
-        sizes, n = [len(weights[name]) for name in names], len(whole)
-        if whole and [*names[:n]] == whole:
-            names, sizes = [WHOLE, *names[n:]], [sum(sizes[:n]), *sizes[n:]]
-        known.update(zip(names, y.split(sizes, -1) if len(names) > 1 else (y,), strict=True))
+        sizes, n = [len(weights[name]) for name in group], len(whole)
+        if whole and [*group[:n]] == whole:
+            group, sizes = [WHOLE, *group[n:]], [sum(sizes[:n]), *sizes[n:]]
+        known.update(zip(group, y.split(sizes, -1) if len(group) > 1 else (y,), strict=True))
     known.pop(FILLING, None)
     return known
