@@ -222,5 +222,5 @@ def convolve_bwd(
         *x.stride()[:2], *past.stride()[:2], *dy.stride()[:2], *weight.shape, silu, bias is not None,
         before is not None, cu_seqlens is not None, BT, BX, num_warps=1,
     )  # fmt: skip
-    whole = None if dbias is None or bias is None else partial_sums(dbias, bias)
-    return dx, partial_sums(dweight, weight), whole, dbefore
+    of_weight, *of_bias = partial_sums((dweight, weight), *(() if dbias is None or bias is None else ((dbias, bias),)))
+    return dx, of_weight, of_bias[0] if of_bias else None, dbefore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,17 +162,18 @@ def _backward(x: DecayBackward) -> DecayGradients:
             *logits.stride()[:2], float(of.factor), X, K, of.bias is not None, of.log_a is not None, of.opposite,
             x.ddecay is not None, x.dstep is not None, BT, BX, num_warps=4,
         )  # fmt: skip
-        sums = [
-            None if y is None or like is None else _summed(y, like) for y, like in ((dbias, of.bias), (da, of.log_a))
-        ]
-    return DecayGradients(dx, *sums)
+        shares = [(y, like) for y, like in ((dbias, of.bias), (da, of.log_a)) if y is not None and like is not None]
+        sums = iter(_summed(shares) if shares else ())
+    return DecayGradients(dx, *(None if y is None else next(sums) for y in (dbias, da)))
 
 
-def _summed(shares: Tensor, like: Tensor) -> Tensor:
-    """The sum of shares [P, X], of all logits of each head where there is one number ``like`` of each."""
-    if shares.shape[1] == len(like):
-        return partial_sums(shares, like)
-    return partial_sums(shares, shares[0]).view(len(like), -1).sum(1).to(like.dtype)
+def _summed(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The sums of shares [P, X] each, of all logits of a head where there is one number ``like`` of each head."""
+    whole = partial_sums(*((y, like if len(like) == y.shape[1] else y[0]) for y, like in shares))
+    return [
+        y if len(like) == len(y) else partial_sums((y.view(len(like), -1).t(), like))[0]
+        for y, (_, like) in zip(whole, shares, strict=True)
+    ]
 
 
 def _backward_fake(x: DecayBackward) -> DecayGradients:

@@ -197,11 +197,12 @@ def norm_bwd(
         *launch.tensors, dy, dx, *written, T, B * T, each, eps, *launch.strides, *dy.stride()[:2], *launch.constants,
         num_warps=launch.num_warps,
     )  # fmt: skip
-    dweight = dscale = None
+    shares = [] if of_scale is None else [(of_scale, of_scale[0])]
     if weight is not None and of_weight is not None:
-        dweight = partial_sums(of_weight if weight.ndim == 2 else of_weight.view(-1, V), weight)
-    if skip is not None and of_scale is not None and dv is not None:
-        per_channel = partial_sums(of_scale, torch.empty(H, V, dtype=torch.float32, device=x.device))
-        dscale = per_channel.sum(1).to(skip.scale.dtype)
+        shares.append((of_weight if weight.ndim == 2 else of_weight.view(-1, V), weight))
+    sums, dscale = partial_sums(*shares) if shares else [], None
+    if skip is not None and dv is not None:
+        (dscale,) = partial_sums((sums.pop(0).t(), skip.scale))
         dv = dv if alone else dv.view(B, T, skip.v.shape[2], -1, V).sum(3).to(skip.v.dtype)
+    dweight = sums[0] if sums else None
     return dx, dweight, dlogits, dv, dscale
