@@ -29,7 +29,7 @@ from attnzoo.layer.dispatch import chosen, run
 from attnzoo.layer.gates.base import Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
-from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, TokenShift, l2_normalize, untouched, writes_fuse
+from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, TokenShift, unit_vectors, untouched, writes_fuse
 from attnzoo.layer.products import ROWS, WHOLE, products
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.rows import check_hidden, rows_of_call
@@ -358,7 +358,7 @@ class Attention(AttentionParts):
             assert self.correction is not None
             q = q - (self.correction[:, None] * k).to(q.dtype)
         if config.qk_norm == "l2":
-            q, k = l2_normalize(q, self._impl), l2_normalize(k, self._impl)
+            q, k = unit_vectors(q, k, self._impl)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.rotary is not None:

@@ -56,6 +56,15 @@ def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
     return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
+def unit_vectors(q: Tensor, k: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """:func:`l2_normalize` of queries and keys."""
+    if q.ndim == k.ndim == 4 and on_kernels(impl, q, k):
+        why = norms.triton_unavailable(q) or norms.triton_unavailable(k)
+        if serves(impl, "L2 norms", why):
+            return norms.unit_vectors(q, k)
+    return l2_normalize(q, impl), l2_normalize(k, impl)
+
+
 def softplus(x: Tensor) -> Tensor:
     """``log(1 + exp(x))``; in compiled code the derivative of torch's own assumes wrong strides."""
     return -F.logsigmoid(-x)

@@ -36,9 +36,7 @@ def partial_sums_kernel(
     """The sums of the columns of x [P, N], and of x2 [P2, N2]."""
     i = tl.program_id(0)
     FIRST: tl.constexpr = (N + BN - 1) // BN
-    if N2 == 0:
-        _sums(p_x, p_y, i, P, stride_p, stride_n, N, BP, BN)
-    elif i < FIRST:
+    if i < FIRST:
         _sums(p_x, p_y, i, P, stride_p, stride_n, N, BP, BN)
     else:
         _sums(p_x2, p_y2, i - FIRST, P2, stride_p2, stride_n2, N2, BP, BN)

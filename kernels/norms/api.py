@@ -52,6 +52,35 @@ def head_norm(
     return forward_op(NormInputs(x, weight, gate, skip, kind, float(eps), groups or x.shape[2])).y
 
 
+def unit_vectors(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """:func:`head_norm` of queries and keys by their length, as one op.
+
+    Args:
+        q, k: [B, T, H, K] each, H and K may differ; bfloat16, float16 or float32.
+        eps: added to the square of the length.
+
+    Raises:
+        ValueError: a shape, dtype or device is wrong, or the kernels cannot run here.
+        TypeError: something that is no tensor.
+        RuntimeError: a gradient of a gradient, which the kernels do not have.
+    """
+    for name, x in (("q", q), ("k", k)):
+        check_tensors({name: x}, needed=(name,))
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: expected [B, T, H, K], a token at least, got {tuple(x.shape)}")
+        check_shapes({name: (x, x.shape, None)}, strided=(name,))
+        if x.device != q.device or x.dtype not in KERNEL_DTYPES:
+            got = f"{x.dtype} on {x.device}"
+            raise ValueError(f"{name}: expected bfloat16, float16 or float32 on {q.device}, got {got}")
+        why = triton_unavailable(x)
+        if why:
+            raise ValueError(f"{name}: {why}")
+    from .op import UnitInputs, units_op
+
+    made = units_op(UnitInputs(q, k, float(eps)))
+    return made.q, made.k
+
+
 def triton_unavailable(x: Tensor, groups: int | None = None) -> str:
     """Why the kernels cannot take x, or ""."""
     channels = x.shape[-1] if groups is None else x.shape[2] // groups * x.shape[3]

@@ -76,4 +76,58 @@ backward_op = NamedOp(
 forward_op.differentiable(_gradients, inputs=("x", "weight", "logits", "v", "scale"), outputs=())
 backward_op.refuse_second_derivatives()
 
-__all__ = ["NormInputs", "backward_op", "forward_op"]
+
+class UnitInputs(NamedTuple):
+    """Inputs of the op of :func:`attnzoo.kernels.norms.unit_vectors`."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class UnitVectors(NamedTuple):
+    q: Tensor
+    k: Tensor
+
+
+class UnitBackward(NamedTuple):
+    given: UnitInputs
+    dq: Some
+    dk: Some
+
+
+class UnitGradients(NamedTuple):
+    q: Some
+    k: Some
+
+
+def _units(x: UnitInputs) -> UnitVectors:
+    with on_device_of(x.q):
+        return UnitVectors(*(norm(y, None, None, None, "l2", x.eps, y.shape[2]) for y in x[:2]))
+
+
+def _units_backward(x: UnitBackward) -> UnitGradients:
+    given = x.given
+    with on_device_of(given.q):
+        return UnitGradients(*(
+            None if dy is None else norm_bwd(y, None, None, None, "l2", given.eps, y.shape[2], dy)[0]
+            for y, dy in ((given.q, x.dq), (given.k, x.dk))
+        ))  # fmt: skip
+
+
+units_op = NamedOp(
+    "attnzoo::unit_vectors_forward", UnitInputs, UnitVectors, _units,
+    lambda x: UnitVectors(x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape)), replays=True, together=True,
+)  # fmt: skip
+units_backward_op = NamedOp(
+    "attnzoo::unit_vectors_backward", UnitBackward, UnitGradients, _units_backward,
+    lambda x: UnitGradients(
+        *(None if dy is None else y.new_empty(y.shape) for y, dy in ((x.given.q, x.dq), (x.given.k, x.dk)))
+    ), replays=True,
+)  # fmt: skip
+units_op.differentiable(
+    lambda x, made, grads, wanted: units_backward_op(UnitBackward(x, *grads))._asdict(), inputs=("q", "k"), outputs=()
+)
+units_backward_op.refuse_second_derivatives()
+
+__all__ = ["NormInputs", "UnitInputs", "backward_op", "forward_op", "units_op"]

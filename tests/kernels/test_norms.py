@@ -9,8 +9,8 @@ from named_ops import opcheck
 from part_cases import ALSO_ON_A_GPU, assert_within_budget, drawn, outcome
 from torch import Tensor
 
-from attnzoo.kernels.norms import Gated, Skip, head_norm
-from attnzoo.kernels.norms.op import NormInputs, forward_op
+from attnzoo.kernels.norms import Gated, Skip, head_norm, unit_vectors
+from attnzoo.kernels.norms.op import NormInputs, UnitInputs, forward_op, units_op
 from attnzoo.precision import wide
 
 pytestmark = ALSO_ON_A_GPU
@@ -89,6 +89,32 @@ def test_opcheck() -> None:
     )
     opcheck(forward_op, NormInputs(x, weight, Gated(logits, True, True), Skip(v, scale), "rms", 1e-5, 1))
     opcheck(forward_op, NormInputs(x, None, None, None, "l2", 1e-5, 2), ["test_faketensor"])
+
+
+@pytest.mark.parametrize("used", ["qk", "q", "k"])
+def test_unit_vectors_of_two_tensors_are_those_of_each(used: str) -> None:
+    """Also where one of them lies within a wider tensor, and where one is not used."""
+    q, rows = drawn((2, 9, 3, 16), (2, 9, 100), dtype=HALF)
+    assert q is not None
+    assert rows is not None
+    q, rows = q.requires_grad_(), rows.requires_grad_()
+    k = rows[..., 4:68].view(2, 9, 2, 32)
+    ours, each = (
+        dict(zip("qk", unit_vectors(q, k), strict=True)),
+        {"q": head_norm(q, kind="l2"), "k": head_norm(k, kind="l2")},
+    )
+    found = []
+    for made in (ours, each):
+        total = torch.stack([made[name].float().square().mul(1 + made[name]).sum() for name in used]).sum()
+        found.append(torch.autograd.grad(total, (q, rows), allow_unused=True))
+    assert all(torch.equal(ours[name], each[name]) for name in "qk")
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or (a is not None and b is not None and torch.equal(a, b))
+    opcheck(units_op, UnitInputs(q, k, 1e-6))
+    with pytest.raises(ValueError, match=r"k: expected \[B, T, H, K\], .*got \(2, 9, 100\)"):
+        unit_vectors(q, rows)
+    with pytest.raises(ValueError, match="k: expected bfloat16, float16 or float32 on .*got torch.float64"):
+        unit_vectors(q, k.double())
 
 
 def test_what_is_wrong_is_named() -> None:
