@@ -97,7 +97,9 @@ def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor,
 
 
 def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
-    """Whether a kernel multiplies values by their write strengths."""
+    """Whether a kernel multiplies values by their write strengths; a compiler does so beside what is done anyhow."""
+    if torch.compiler.is_compiling():
+        return False
     found = on_kernels(impl, v, write) and write.shape == v.shape[:3]
     return found and serves(impl, "write strengths", linear.writing_unavailable(v))
 
