@@ -58,10 +58,9 @@ def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
 
 def unit_vectors(q: Tensor, k: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     """:func:`l2_normalize` of queries and keys."""
-    if q.ndim == k.ndim == 4 and on_kernels(impl, q, k):
-        why = norms.triton_unavailable(q) or norms.triton_unavailable(k)
-        if serves(impl, "L2 norms", why):
-            return norms.unit_vectors(q, k)
+    apart = q.ndim != 4 or k.ndim != 4 or not on_kernels(impl, q, k)
+    if not apart and serves(impl, "L2 norms", norms.triton_unavailable(q) or norms.triton_unavailable(k)):
+        return norms.unit_vectors(q, k)
     return l2_normalize(q, impl), l2_normalize(k, impl)
 
 
@@ -98,10 +97,8 @@ def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor,
 
 def writes_fuse(impl: str, v: Tensor, write: Tensor) -> bool:
     """Whether a kernel multiplies values by their write strengths; a compiler does so beside what is done anyhow."""
-    if torch.compiler.is_compiling():
-        return False
-    found = on_kernels(impl, v, write) and write.shape == v.shape[:3]
-    return found and serves(impl, "write strengths", linear.writing_unavailable(v))
+    apart = not torch.compiler.is_compiling() and on_kernels(impl, v, write) and write.shape == v.shape[:3]
+    return apart and serves(impl, "write strengths", linear.writing_unavailable(v))
 
 
 def _identity(x: Tensor) -> Tensor:
