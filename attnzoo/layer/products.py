@@ -85,12 +85,12 @@ def products(x: Tensor, maps: Mapping[str, nn.Module], impl: str, whole: Sequenc
         pass
     elif compiled:
         gates = [name for name in weights if type(maps[name]) is GateAffine]
-        names = [name for name in wide if name not in gates and len(weights[name]) % ALIGNED == 0] + gates
-        if len(names) > max(1, len(gates)) and join(names):
-            weights[FILLING] = weights[names[0]].new_zeros(
-                -sum(len(weights[name]) for name in names) % PADDED, x.shape[-1]
+        every = [name for name in wide if name not in gates and len(weights[name]) % ALIGNED == 0] + gates
+        if len(every) > max(1, len(gates)) and join(every):
+            weights[FILLING] = weights[every[0]].new_zeros(
+                -sum(len(weights[name]) for name in every) % PADDED, x.shape[-1]
             )
-            groups = [[*names, FILLING]]
+            groups = [[*every, FILLING]]
     else:
         if whole:
             groups.append(whole)
