@@ -40,9 +40,15 @@ class ConvolutionGradients(NamedTuple):
     before: Some
 
 
+def _dense(x: ConvolutionInputs) -> ConvolutionInputs:
+    """With weights, biases and borders side by side, as the kernels read them."""
+    weight, bias, cu = (None if one is None else one.contiguous() for one in (x.weight, x.bias, x.cu_seqlens))
+    return x._replace(weight=weight, bias=bias, cu_seqlens=cu)
+
+
 def _forward(x: ConvolutionInputs) -> Convolved:
     with on_device_of(x.x):
-        return Convolved(convolve(x.x, x.weight.contiguous(), *x[2:]))
+        return Convolved(convolve(*_dense(x)))
 
 
 def _forward_fake(x: ConvolutionInputs) -> Convolved:
@@ -50,9 +56,8 @@ def _forward_fake(x: ConvolutionInputs) -> Convolved:
 
 
 def _backward(x: ConvolutionBackward) -> ConvolutionGradients:
-    given = x.given
     with on_device_of(x.dy):
-        return ConvolutionGradients(*convolve_bwd(given.x, given.weight.contiguous(), *given[2:], x.dy))
+        return ConvolutionGradients(*convolve_bwd(*_dense(x.given), x.dy))
 
 
 def _backward_fake(x: ConvolutionBackward) -> ConvolutionGradients:

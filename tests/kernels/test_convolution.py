@@ -95,6 +95,21 @@ def test_a_slice_of_a_projection_is_read_where_it_lies() -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_biases_and_borders_of_any_strides_give_the_same(packed: bool) -> None:
+    x = torch.randn(1, 9, 6, device=DEVICE)
+    weight, bias = (torch.randn(size, device=DEVICE, requires_grad=True) for size in ((6, 3), (6,)))
+    borders = torch.tensor([0, 2, 2, 9], device=DEVICE) if packed else None
+    apart = [torch.stack([one.detach(), 7 - one.detach()], -1)[..., 0].requires_grad_() for one in (weight, bias)]
+    cu = None if borders is None else torch.stack([borders, 7 - borders], -1)[:, 0]
+    expected = causal_convolution(x, weight, bias, cu_seqlens=borders, silu=True)
+    found = causal_convolution(x, *apart, cu_seqlens=cu, silu=True)
+    assert torch.equal(found, expected)
+    gradients = torch.autograd.grad(found.square().sum(), apart)
+    for a, b in zip(gradients, torch.autograd.grad(expected.square().sum(), (weight, bias)), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_opcheck() -> None:
     """Fakes, autograd and functionalisation of the op; fakes of packed rows too."""
     x, weight, bias, before = (
