@@ -42,8 +42,8 @@ class ConvolutionGradients(NamedTuple):
 
 def _dense(x: ConvolutionInputs) -> ConvolutionInputs:
     """With weights, biases and borders side by side, as the kernels read them."""
-    weight, bias, cu = (None if one is None else one.contiguous() for one in (x.weight, x.bias, x.cu_seqlens))
-    return x._replace(weight=weight, bias=bias, cu_seqlens=cu)
+    bias, cu = (None if one is None else one.contiguous() for one in (x.bias, x.cu_seqlens))
+    return x._replace(weight=x.weight.contiguous(), bias=bias, cu_seqlens=cu)
 
 
 def _forward(x: ConvolutionInputs) -> Convolved:
