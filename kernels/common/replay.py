@@ -36,6 +36,10 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 _deterministic = torch._C._get_deterministic_algorithms
 _shape_and_dtype = attrgetter("shape", "dtype")
 _logger = logging.getLogger("attnzoo.kernels.replay")
+BATCHED = (
+    "kernels take one gradient at a time: for several at once (is_grads_batched=True, jacobian(vectorize=True)) "
+    "expected impl='reference', or a loop"
+)
 
 
 class _Made(NamedTuple):
@@ -125,7 +129,10 @@ class Replay:
         tensors = which(given)
         where = tensors[0].get_device()
         device = _current_device() if where >= _FIRST_DEVICE else where  # torch for GPUs raises where there is none
-        pointers = [*map(Tensor.data_ptr, tensors)]
+        try:
+            pointers = [*map(Tensor.data_ptr, tensors)]
+        except RuntimeError as error:
+            raise NotImplementedError(BATCHED) from error
         aligned = reduce(or_, pointers) % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
         kinds = (*map(_shape_and_dtype, tensors), *map(Tensor.stride, tensors))
         key = (which, rest(given), kinds, aligned, tiles.changes(), float32_products(), device, where)

@@ -271,6 +271,14 @@ def test_where_no_memory_is_left_for_the_proof_a_run_is_not_replayed(
         assert len(runs) == n + 1
 
 
+def test_gradients_of_several_at_once_are_refused_by_name() -> None:
+    """Torch had said that a tensor has no storage."""
+    q = torch.randn(1, 4, 1, 16, requires_grad=True)
+    o = fox_attention(q, q, q, log_decay=None, impl="triton")
+    with pytest.raises(NotImplementedError, match="one gradient at a time: .*is_grads_batched"):
+        torch.autograd.grad(o, q, torch.randn(2, *o.shape), is_grads_batched=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("function", "family", "case"),
