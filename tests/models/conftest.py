@@ -6,7 +6,7 @@ from generated import LENGTHS
 
 
 @pytest.fixture
-def tokens():
+def rows():
     """Rows for imported models, whose vocabulary is 70."""
     return torch.randint(1, 70, (2, 33), generator=torch.Generator().manual_seed(1))
 

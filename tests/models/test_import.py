@@ -24,11 +24,11 @@ def plain(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_the_peers(case, tokens):
+def test_logits_are_the_peers(case, rows):
     theirs = peer(*CASES[case])
     ours = from_peer(theirs)
-    expected = theirs(tokens).logits
-    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    expected = theirs(rows).logits
+    torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 FOLDERS = [
@@ -38,10 +38,10 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize("case", [*FOLDERS, "qwen3, windows"])
-def test_continuations_are_the_peers(case, tokens):
+def test_continuations_are_the_peers(case, rows):
     theirs = peer(*CASES[case])
-    expected = theirs.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(from_peer(theirs).generate(tokens, 12, temperature=0), expected)
+    expected = theirs.generate(rows, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(from_peer(theirs).generate(rows, 12, temperature=0), expected)
 
 
 def test_another_attention_keeps_where_each_layer_of_olmo_hybrid_has_its_norms():
@@ -55,11 +55,11 @@ def test_another_attention_keeps_where_each_layer_of_olmo_hybrid_has_its_norms()
 @pytest.mark.parametrize(
     ("case", "shards"), [("llama", "20KB"), *((case, "1GB") for case in (*FOLDERS, "olmo_hybrid, still"))]
 )
-def test_a_folder_gives_what_the_model_gives(case, shards, tokens, tmp_path):
+def test_a_folder_gives_what_the_model_gives(case, shards, rows, tmp_path):
     """Some classes of transformers save their weights by other names than they have in memory."""
     theirs = peer(*CASES[case])
     theirs.save_pretrained(tmp_path, max_shard_size=shards)
-    assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(from_peer(tmp_path)(rows).logits, from_peer(theirs)(rows).logits)
 
 
 def test_dtype_of_the_weights_leaves_angles_alone():
@@ -70,7 +70,7 @@ def test_dtype_of_the_weights_leaves_angles_alone():
 
 
 @pytest.mark.parametrize(("kind", "more"), [("Qwen3", {"head_dim": 16}), ("Olmo2", {"rope_parameters": YARN})])
-def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_path):
+def test_command_writes_a_folder_that_auto_classes_load(kind, more, rows, tmp_path):
     theirs = peer(kind, {**more, "eos_token_id": 5})
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
@@ -79,7 +79,7 @@ def test_command_writes_a_folder_that_auto_classes_load(kind, more, tokens, tmp_
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert ours.config.eos_token_id == 5
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"
-    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(ours(rows).logits, from_peer(theirs)(rows).logits)
 
 
 def test_the_table_of_what_loads_has_every_kind(monkeypatch):
@@ -112,34 +112,34 @@ SEEING = {
 
 
 @pytest.mark.parametrize("kind", SEEING)
-def test_the_language_model_within_a_model_of_images_is_taken_alone(kind, tokens, tmp_path, caplog):
+def test_the_language_model_within_a_model_of_images_is_taken_alone(kind, rows, tmp_path, caplog):
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip("this transformers does not have it")
     torch.manual_seed(0)
     text, vision, more = SEEING[kind]
-    text, tokens = {**SIZES, **text, "eos_token_id": 3}, tokens.clamp(max=68)
+    text, rows = {**SIZES, **text, "eos_token_id": 3}, rows.clamp(max=68)
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **more)
     whole = getattr(transformers, f"{kind}ForConditionalGeneration")
     theirs = whole._from_config(config, attn_implementation="eager").eval()
-    expected = theirs(input_ids=tokens).logits
-    torch.testing.assert_close(from_peer(theirs)(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    expected = theirs(input_ids=rows).logits
+    torch.testing.assert_close(from_peer(theirs)(rows).logits, expected, rtol=1e-5, atol=1e-5)
     alone = "its language model alone is taken, without what reads images"
     assert f"{theirs.config.model_type}: {alone}" in caplog.messages
     theirs.save_pretrained(tmp_path / "theirs")
     done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")])
     assert done.exit_code == 0, done.output
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-5)
     assert ours.config.eos_token_id == 3
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "mamba2-project_fox"])
-def test_a_step_without_bounds_is_read_from_a_file(kind, tokens, tmp_path):
+def test_a_step_without_bounds_is_read_from_a_file(kind, rows, tmp_path):
     theirs = peer("Mamba2", MAMBA)
     theirs.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": kind}))
-    assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(from_peer(tmp_path)(rows).logits, from_peer(theirs)(rows).logits)
 
 
 @pytest.mark.parametrize("case", ["olmo3", "gemma3"])
@@ -176,7 +176,7 @@ def test_sizes_that_files_of_gemma_3_leave_out_are_those_of_its_class():
 
 
 @pytest.mark.parametrize("case", ["qwen3, windows", "qwen3_next, as published"])
-def test_kinds_of_layers_that_no_list_names(case, tokens):
+def test_kinds_of_layers_that_no_list_names(case, rows):
     """As in configurations of the hub, which give the rule instead."""
     every = {
         "full_attention_interval": 2,
@@ -188,7 +188,7 @@ def test_kinds_of_layers_that_no_list_names(case, tokens):
     kinds = fields.pop("layer_types")
     assert len(set(kinds)) == 2
     ours = build_peer(peer_of(fields), Weights.of_state(theirs.state_dict()))
-    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(ours(rows).logits, from_peer(theirs)(rows).logits)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_kinds_of_layers_that_no_list_names(case, tokens):
         ("Mistral", {"sliding_window": 5, "max_window_layers": 1, "use_sliding_window": False}),
     ],
 )
-def test_windows_are_those_that_the_peer_reads(name, fields, tokens, tmp_path):
+def test_windows_are_those_that_the_peer_reads(name, fields, rows, tmp_path):
     """A file may lack what decides on them, or have what this kind of model does not read."""
     peer(name, {}).save_pretrained(tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())
@@ -208,55 +208,55 @@ def test_windows_are_those_that_the_peer_reads(name, fields, tokens, tmp_path):
         known.pop(field, None)
     (tmp_path / "config.json").write_text(json.dumps({**known, **fields}))
     theirs = getattr(transformers, f"{name}ForCausalLM").from_pretrained(tmp_path, attn_implementation="eager").eval()
-    torch.testing.assert_close(from_peer(tmp_path)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(from_peer(tmp_path)(rows).logits, theirs(rows).logits, rtol=1e-5, atol=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(known))
     window = transformers.AutoConfig.from_pretrained(tmp_path).to_dict().get("sliding_window")
     assert peer_of(known).config.layers()[0].options.get("window") == window
 
 
-def test_tables_of_angles_are_left_unread(tokens):
+def test_tables_of_angles_are_left_unread(rows):
     theirs = peer("Llama", {})
     state = {**theirs.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
-    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(ours(rows).logits, from_peer(theirs)(rows).logits)
 
 
-def test_the_older_name_of_mamba_2s_embedding_is_known(tokens):
+def test_the_older_name_of_mamba_2s_embedding_is_known(rows):
     theirs = peer("Mamba2", MAMBA)
     state = theirs.state_dict()
     state["backbone.embedding.weight"] = state.pop("backbone.embeddings.weight")
     ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
-    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(ours(rows).logits, from_peer(theirs)(rows).logits)
 
 
-def test_names_and_masks_of_gpt_2s_first_files_are_known(tokens):
+def test_names_and_masks_of_gpt_2s_first_files_are_known(rows):
     theirs = peer(*CASES["gpt2"])
     state = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
     state |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     del state["lm_head.weight"]
     ours = build_peer(peer_of(theirs.config.to_dict()), Weights.of_state(state))
-    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+    assert torch.equal(ours(rows).logits, from_peer(theirs)(rows).logits)
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_does(tmp_path, tokens, caplog):
+def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_does(tmp_path, rows, caplog):
     from safetensors.torch import load_file, save_file
 
     def saved(state):
         save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
         caplog.clear()
-        return from_peer(tmp_path), transformers.LlamaForCausalLM.from_pretrained(tmp_path)(tokens).logits
+        return from_peer(tmp_path), transformers.LlamaForCausalLM.from_pretrained(tmp_path)(rows).logits
 
     theirs = peer("Llama", {"tie_word_embeddings": True})
     theirs.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     head = state["model.embed_tokens.weight"].clone()  # some releases write it too
     ours, expected = saved({**state, "lm_head.weight": head})
-    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-5)
     assert ours.tied
     assert not caplog.records
     ours, expected = saved({**state, "lm_head.weight": head + torch.randn_like(head)})
     if not old:  # which drops the file's head
-        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-4)
     assert not ours.tied
     assert not ours.config.tie_embeddings
     assert ["config.json says that the head is the embedding, but the file's is another" in r.getMessage()
@@ -264,5 +264,5 @@ def test_a_tied_head_that_differs_from_the_embedding_is_taken_as_transformers_do
     if not old:  # which ties the other way round, too
         del state["model.embed_tokens.weight"]
         ours, expected = saved({**state, "lm_head.weight": head})
-        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-5)
         assert ours.tied

@@ -153,14 +153,14 @@ OFFICIAL = {
 
 
 @pytest.mark.parametrize("case", OFFICIAL)
-def test_logits_are_those_of_the_papers_models(case, tokens):
+def test_logits_are_those_of_the_papers_models(case, rows):
     torch.manual_seed(0)
     theirs = OfficialFoX(OFFICIAL[case])
-    expected = theirs(tokens)
+    expected = theirs(rows)
     if "model_type" in theirs.settings:  # whose configuration has fewer fields
         del theirs.settings["fgate_type"], theirs.settings["qk_norm_share_param_across_head"]
     ours = from_peer(theirs)
-    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(ours(rows).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 WIDE = {"hidden_size": 1536, "num_hidden_layers": 24, "num_heads": 12, "vocab_size": 50257}

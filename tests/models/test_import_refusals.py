@@ -138,7 +138,7 @@ def test_a_kind_of_scaling_that_is_not_known_is_refused():
         peer_of({"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6, "rope_parameters": rope})
 
 
-def test_layers_of_experts_are_refused_by_name(tokens):
+def test_layers_of_experts_are_refused_by_name(rows):
     options = {
         **NEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2,
@@ -146,7 +146,7 @@ def test_layers_of_experts_are_refused_by_name(tokens):
     with pytest.raises(ValueError, match="num_experts = 4 in 1 layers is not supported"):
         from_peer(peer("Qwen3Next", options))
     theirs = peer("Qwen3Next", {**options, "mlp_only_layers": [1]})
-    torch.testing.assert_close(from_peer(theirs)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(from_peer(theirs)(rows).logits, theirs(rows).logits, rtol=1e-5, atol=1e-4)
 
 
 def test_weights_left_over_or_missing_are_named(tmp_path):
