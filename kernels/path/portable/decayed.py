@@ -259,10 +259,8 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
     kept = DecayedKept(pairs, torch.empty_like(pairs[0]), torch.empty_like(pairs[0]))
     block = Leaves(pairs[0], q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K)), new_tree(q, n, H))
     grid, gates = (n * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
-    strides, plain = (
-        (*q.stride()[:3], *k.stride()[:3], *gates),
-        {name: x for name, x in given.items() if name != "PREC"},
-    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *gates)
+    plain = {name: x for name, x in given.items() if name != "PREC"}
     path_decayed_pairs_kernel[grid](q, k, w, log_diag, pairs[0], pairs[1], T, *strides, **given, OWN=True, FINE=False)
     fine = q.dtype == torch.bfloat16  # errors of X would add up along the sequence
     path_decayed_pairs_kernel[grid](
