@@ -90,8 +90,9 @@ def test_padding_packing_and_cache(name):
 )  # fmt: skip
 @torch.no_grad()
 def test_a_cache_gives_up_keys(name, options, evict):
-    """Beams and tokens that are taken back among the steps, against a whole cache in float64."""
-    models, x = layers(name, block="pro", **options), rows(2, 420)
+    """Beams and tokens that are taken back among the steps, against a whole cache in float64; of PaTH's keys whole
+    groups of 512 go to the host."""
+    models, x = layers(name, block="pro", **options), rows(2, 1020)
     for attn in models:
         attn.k_shift = attn.v_shift = None
         for gate in attn.gate.modules():
@@ -101,14 +102,14 @@ def test_a_cache_gives_up_keys(name, options, evict):
     def run(attn):
         given, outputs = x.to(attn.o_proj.weight.dtype), []
         cache = attn.new_cache(None if attn is models[2] else evict)
-        for n, part in enumerate(given.split([300, 1, 8, 100, 1, 2, 8], 1)):
+        for n, part in enumerate(given.split([900, 1, 8, 100, 1, 2, 8], 1)):
             outputs.append(attn(part, cache=cache))
             if n == 3:
                 cache.reorder(torch.tensor([1, 1], device="cuda"))
         if attn is not models[2]:
-            assert cache.state.pool.first.any() == (name != "alibi")
+            assert cache.state.pool.first.any()
             assert torch.equal(cache.state.pool.table.cpu(), cache.state.pool.pages)
-            assert len(cache.state.crop(415)) == 415
+            assert len(cache.state.crop(1015)) == 1015
         return torch.cat(outputs, 1)
 
     assert_within_budget("outputs", *map(run, models))
@@ -118,6 +119,9 @@ def kernel_of(name):
     """The form that ``auto`` should take for many tokens; skips where that needs a package that is not installed."""
     if get(name).side == "softmax":
         return "triton" if name in KERNELS else "reference"
+    kernel = getattr(get(name).form_set, "kernels", {}).get("triton")
+    if kernel is not None and not kernel.brief:
+        return "triton"
     if "fla" not in get(name).forms:
         return "reference"
     if importlib.util.find_spec("fla") is None:
