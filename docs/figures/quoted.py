@@ -101,22 +101,11 @@ def mean(experiment: str, size: str, arm: str, probe: str = "loss", at: float | 
     return float(np.mean(seeds(experiment, size, arm, probe, at)))
 
 
-def after_training(experiment: str, size: str, arm: str, seed: int) -> tuple[float, float, float]:
-    """The held-out loss of a run in the compiled code of its training, how far it is above that of the probe, and the
-    mean training loss of the last 40 logged steps."""
-    [run] = [run for run in outcome(experiment, size).runs if (run.arm, run.seed) == (arm, seed)]
+def after_training(record: str, arm: str, seed: int) -> tuple[float, float]:
+    """The held-out loss of a run of a record in the compiled code of its training, and in plain code."""
+    [run] = [run for run in load_outcome(DOCS / "results" / record).runs if (run.arm, run.seed) == (arm, seed)]
     [probed] = run.values["loss"].values()
-    return run.validation, run.validation - probed, float(np.mean([loss for _, loss in run.curve[-40:]]))
-
-
-def gained_late(arm: str, base: str, seed: int) -> float:
-    """What a seed of an arm of `pairs` at gpu-25m has gained in training loss over its base between 431 and 464 million
-    tokens, shortly before where ALiBi's two runs were stopped; both read the same text."""
-    stopped = json.loads((DOCS / "figures" / "data" / "pairs-gpu-25m-stopped.json").read_text(encoding="utf-8"))
-    curves = {(name, int(number)): curve for name, seeds in stopped.items() for number, curve in seeds.items()}
-    curves |= {(run.arm, run.seed): run.curve for run in outcome("pairs", "gpu-25m").runs}
-    late = [np.mean([loss for tokens, loss in curves[name, seed] if 431e6 < tokens < 464e6]) for name in (base, arm)]
-    return float(late[0] - late[1])
+    return run.validation, probed
 
 
 def verdict(experiment: str, size: str, number: int) -> str:
@@ -342,7 +331,7 @@ NAMES = {
         row, ms, over, error, seeds, mean, stated, gains, without, without_noise, gain_by_size, left, logged, small,
         sorted, modelled, given, min, max, round, interval, power, difference_seen, across, trained_faster, of_context,
         step_ms, attention_ms, copied, weights, gained_after, gains_after, gains_of_seeds, after_training, among,
-        alike_but, gained_late,
+        alike_but,
     )
 }  # fmt: skip
 
