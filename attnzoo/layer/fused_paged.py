@@ -56,9 +56,9 @@ def step(layer: Any, x: Tensor, cache: FixedCache) -> Tensor:
 
 def _gate(layer: Any, x: Tensor, q: Tensor, k: Tensor, stream: FixedStream) -> Tensor | Forget | None:
     """The log decays ``[B, T, H]``, or the logits from which the kernel computes them; None without a gate."""
-    unbiased = getattr(layer.gate.forget_proj, "unbiased", None) if type(layer.gate) is ForgetGate else None
-    if unbiased is not None:
-        return Forget(unbiased(x), layer.gate.forget_proj.bias, layer.gate.factor)
+    if type(layer.gate) is ForgetGate:
+        of = layer.gate.logits(x)
+        return Forget(of.logits, of.bias, of.factor)
     gate: Gate = layer.gate(x, k, stream)[0]
     return gate.per_token(q).log_decay
 

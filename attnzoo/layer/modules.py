@@ -76,7 +76,8 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
         linear: of a user's own or with hooks: its output and None.
         apart: whether they are asked for apart.
     """
-    unbiased = getattr(linear, "unbiased", None) if apart and untouched(linear) else None
+    own = isinstance(linear, GateAffine) and type(linear).forward is not GateAffine.forward
+    unbiased = getattr(linear, "unbiased", None) if apart and not own and untouched(linear) else None
     return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)  # type: ignore[return-value]
 
 

@@ -9,6 +9,7 @@ from layers import assert_same, layer, rows
 from attnzoo.forms.caches.inplace import BatchRows
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import HeadNorm
+from attnzoo.precision import GateAffine
 
 SERVED = {
     "fox-pro": ("fox", {"block": "pro"}),
@@ -92,6 +93,24 @@ def test_parts_that_a_user_has_exchanged_or_listens_to_are_called():
         calls.clear()
         attn(rows(3, 1), cache=fixed)
         assert calls == [name]
+
+
+@torch.no_grad()
+def test_a_gate_s_map_of_ones_own_is_called():
+    class Doubled(GateAffine):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    attn = layer("fox", output_norm="rms")
+    attn.gate.forget_proj.__class__ = Doubled
+    whole, parts = filled(attn), filled(attn)
+    parts.whole = False
+    assert_same(steps(attn, whole), steps(attn, parts))
+    low = layer("gla").gate
+    low.up.__class__ = Doubled
+    logits, bias, *_ = low.logits(rows(1, 3))
+    assert bias is None
+    assert_same(logits, low.up(low.down(rows(1, 3))))
 
 
 @torch.no_grad()
