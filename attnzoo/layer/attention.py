@@ -234,7 +234,8 @@ class Attention(AttentionParts):
     def whole_steps(self, memory: Memory, dtype: torch.dtype) -> bool:
         """Whether fused kernels over ``memory`` compute a step but for the products with weights, for x in
         ``dtype``."""
-        whole = WHOLE_STEPS.get(memory.whole_steps)
+        own = getattr(self.rows, "__func__", None) is Attention.rows
+        whole = WHOLE_STEPS.get(memory.whole_steps) if own else None
         return whole is not None and whole.serves(self, memory, dtype)
 
     def step_options(self, bound: Tensor | None) -> Options:

@@ -233,6 +233,26 @@ def test_parts_that_a_user_has_exchanged_or_listens_to_are_called(part: str) -> 
     assert not empty(attn).whole
 
 
+class Halved(Attention):
+    """A layer of somebody's own, whose q, k and v are of other rows than its gates."""
+
+    def rows(self, x: Tensor, *given: Any) -> Any:
+        return super().rows(x / 2, *given)
+
+
+@torch.no_grad()
+def test_a_subclass_that_gives_rows_of_its_own_steps_part_by_part() -> None:
+    attn = layer_of(CASES["mamba2"])
+    attn.__class__ = Halved
+    cache, x = attn.new_cache(), tokens(2, 1)
+    whole = attn(x)
+    fixed = empty(attn, 1)
+    attn(x[:, :1], cache=cache)
+    fixed.admit(0, cache, 64)
+    fixed.rows.begin(0, 1)
+    torch.testing.assert_close(attn(x[:, 1:], cache=fixed), whole[:, 1:])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "gated_deltanet-gqa"])
 def test_idle_sequences_stay_as_they_are_and_give_zeros(case: str) -> None:
