@@ -21,7 +21,7 @@ from attnzoo.kernels import linear
 from attnzoo.kernels.norms import Gated, Skip
 from attnzoo.layer import fused_paged, fused_recurrent
 from attnzoo.layer.assembly import AttentionParts
-from attnzoo.layer.bounds import eviction, largest_score, query_bounds
+from attnzoo.layer.bounds import check_bounded, eviction, largest_score, query_bounds
 from attnzoo.layer.cache import LayerCache, Owner
 from attnzoo.layer.checks import check_cache, evicts
 from attnzoo.layer.convolved import convolved, one_convolution
@@ -77,6 +77,7 @@ class Attention(AttentionParts):
                 for a layer without One-Pass Forgetting.
         """
         check_cache(self.variant, self.config, None if self.forget is None else self.forget.options, evict, budget)
+        check_bounded(self, evict)
         return LayerCache(owner=Owner(self), evict=None if evict is None else Evict.of(evict), budget=budget)
 
     def forward(

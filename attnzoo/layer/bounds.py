@@ -13,7 +13,7 @@ from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.offload import Offload
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.modules import HeadNorm
+from attnzoo.layer.modules import HeadNorm, untouched
 from attnzoo.registry.variant import Variant
 
 ROUNDED = 1 + 2**-20  # of a softcap: the rounding of tanh may lead as far beyond it
@@ -33,8 +33,8 @@ class Normed(Protocol):
 
 @torch.no_grad()
 def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """A bound of every ``|s_tj|``, ``[H]`` float32; None without QK-norm and softcap, and where the weights are
-    :func:`away`.
+    """A bound of every ``|s_tj|``, ``[H]`` float32; None without softcap and :func:`normed` queries and keys, and where
+    the weights are :func:`away`.
 
     With QK-norm it is ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)``
     before the weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
@@ -57,7 +57,7 @@ def _largest_normed(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     config, scale = layer.config, _scale(layer, dtype) * _longer(layer, dtype)
     if config.qk_norm == "l2":
         return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
-    if layer.q_norm is None or layer.k_norm is None:
+    if not normed(layer) or layer.q_norm is None or layer.k_norm is None:
         return None
     q, k = _weights(layer, layer.q_norm, config.query_heads), _weights(layer, layer.k_norm, config.key_heads)
     if config.qk_norm == "rms_full":  # one head may have the whole length
@@ -69,8 +69,8 @@ def _largest_normed(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 @torch.no_grad()
 def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """A bound of the length of a scaled query, ``[H]`` float32; None without QK-norm, and where its weights are
-    :func:`away`.
+    """A bound of the length of a scaled query, ``[H]`` float32; None where it is not :func:`normed`, and where its
+    weights are :func:`away`.
 
     Args:
         dtype: the dtype that q is rounded to.
@@ -80,7 +80,7 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
         return None
     if config.qk_norm == "l2":
         return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
-    if layer.q_norm is None:
+    if not normed(layer) or layer.q_norm is None:
         return None
     channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
     longest = _weights(layer, layer.q_norm, config.query_heads).amax(-1)
@@ -112,6 +112,24 @@ def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> 
             f"QK-norm bound later queries), got {evict.eps}"
         )
     return Eviction(math.log(evict.eps), query_bounds(layer, dtype), config.window)
+
+
+def normed(layer: Normed) -> bool:
+    """Whether the layer's own QK-norm makes queries and keys: no module or hook of somebody else's."""
+    norms = (layer.q_norm, layer.k_norm)
+    own = all(isinstance(one, HeadNorm) and type(one).forward is HeadNorm.forward and untouched(one) for one in norms)
+    return layer.config.qk_norm == "l2" or own
+
+
+def check_bounded(layer: Normed, evict: float | str | Evict | None) -> None:
+    """Raise ValueError where keys are to be evicted and the norms that bound later queries were exchanged."""
+    config = layer.config
+    bounded = normed(layer) or config.softcap is not None or config.window is not None
+    if evict is not None and not bounded and not Evict.of(evict).offload:
+        raise ValueError(
+            "evict: expected 'offload', or q_norm and k_norm as the layer made them and without hooks (their weights "
+            f"bound later queries), got {evict!r}"
+        )
 
 
 def away(layer: Normed) -> bool:

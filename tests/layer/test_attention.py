@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from layers import D, G, H, assert_same, layer, pieces, rows
+from layers import D, G, H, assert_same, forgetful, layer, pieces, rows
 from thinning import given_variant
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo import Prune, build_attention, get, list_variants, oracle
+from attnzoo.layer.modules import HeadNorm
 
 BLOCKS = (None, "llama", "pro")
 PRUNABLE = [n for n in list_variants() if get(n).prunable]
@@ -250,6 +251,37 @@ def test_no_reflection_grows_in_a_16_bit_layer(name, options):
 
 def test_no_logit_bound_without_qk_norm():
     assert layer("fox", "llama").logit_bound() is None
+
+
+class Longer(HeadNorm):
+    def forward(self, x):
+        return 30 * super().forward(x)
+
+
+def longer(attn, how):
+    if how == "class":
+        attn.q_norm.__class__ = Longer
+    elif how == "module":
+        attn.q_norm = torch.nn.LayerNorm(8, elementwise_affine=False).double()
+        attn.q_norm.forward = lambda x: 30 * x
+    else:
+        attn.k_norm.register_forward_hook(lambda module, given, y: 30 * y)
+
+
+@pytest.mark.parametrize("how", ["class", "module", "hook"])
+def test_norms_of_ones_own_or_with_hooks_bound_nothing(how):
+    """Their weights, if they have any, do not say how long queries and keys become."""
+    pruned = forgetful(acp=Prune(eps=1e-12))
+    longer(pruned, how)
+    whole = copy.deepcopy(pruned)
+    whole.prune = None
+    with torch.no_grad():
+        assert_same(pruned(rows(1, 400)), whole(rows(1, 400)))
+    assert pruned.logit_bound() is pruned.query_bounds(torch.float32) is None
+    with pytest.raises(ValueError, match="^evict: expected 'offload', or q_norm and k_norm as the layer made them"):
+        pruned.new_cache(evict=1e-6)
+    pruned.new_cache(evict="offload")
+    forgetful(softcap=20.0).new_cache(evict=1e-6)
 
 
 @pytest.mark.parametrize("name", PRUNABLE)
