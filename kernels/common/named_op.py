@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._library.autograd import make_autograd_impl
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from attnzoo.algebra.values import OPAQUE
@@ -37,7 +37,8 @@ def traced(x: Tensor) -> bool:
 
 
 def dispatched(leaves: Sequence[Any]) -> bool:
-    """Whether anything beside autograd must see an op: a compiler, a mode, a transform, a tensor of another kind."""
+    """Whether anything beside autograd must see an op: a compiler, a mode, a transform, a tensor of another kind, a
+    profiler, which names it."""
     first = leaves[0]
     return (
         torch.compiler.is_compiling()
@@ -48,6 +49,7 @@ def dispatched(leaves: Sequence[Any]) -> bool:
         or _functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or profiler._is_profiler_enabled
     )
 
 

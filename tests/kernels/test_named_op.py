@@ -216,3 +216,18 @@ def test_calls_of_torchs_op_are_short_only_where_nothing_beside_them_is_looking(
     with FakeTensorMode() as mode, torch.no_grad():
         assert op.op(mode.from_tensor(x), 2.0).shape == (3,)
     assert {op.op: 1}[torch.ops.attnzoo_tests.double.default] == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_profiler_is_told_the_names_of_ops(compiled: bool, recorded: bool) -> None:
+    def call(x: Tensor) -> Tensor:
+        given = inputs()
+        return OP(given._replace(x=x, factors=given.factors._replace(weight=given.factors.weight.detach()))).y
+
+    x = torch.randn(3, 2, requires_grad=recorded)
+    run = torch.compile(call, backend="aot_eager") if compiled else call
+    run(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run(x)
+    assert "attnzoo_tests::product" in {event.name for event in found.events() or ()}
