@@ -147,21 +147,18 @@ def generate() -> str:
 
 
 def layers() -> str:
-    """Every layer beside its dual, milliseconds; each pair from the newest run that has both at both sizes."""
-    titles = ["linear side", "softmax side", "linear, 4 × 4096", "softmax", "linear, 1 × 16384", "softmax"]
-    titles += ["forms", "GPU, Triton", ""]
-    lines, sizes = [], ((4, 4096), (1, 16384))
-    for pair in BUILT_IN:
-        names = (pair.linear, pair.softmax)
-        for folder, record in records("layers"):
-            rows = {(row["B"], row["T"], row["name"]): row for row in record["rows"]}
-            cells = [rows.get((*size, name)) for size in sizes for name in names]
-            if all(cells):
-                shown = [f"{cell['both_ms']:.1f}" for cell in cells if cell]
-                forms = ", ".join(with_kernels(cell, "form") for cell in cells[:2] if cell)
-                lines.append([f"`{names[0]}`", f"`{names[1]}`", *shown, forms, machine(record), link(folder)])
-                break
-    return markdown(titles, lines)
+    """Every layer beside its dual, milliseconds: the pairs that the newest run has at both sizes."""
+    folder, record = records("layers")[0]
+    rows = {(row["T"], row["name"]): row for row in record["rows"]}
+    titles, lines = ["linear side", "softmax side"], []
+    titles += ["linear, 4 × 4096", "softmax", "with ACP", "linear, 1 × 16384", "softmax", "with ACP"]
+    for names in ((pair.linear, pair.softmax, f"{pair.softmax} + ACP") for pair in BUILT_IN):
+        cells = [rows.get((tokens, name)) for tokens in (4096, 16384) for name in names]
+        if cells[0] and cells[1] and cells[3] and cells[4]:
+            shown = [f"{cell['both_ms']:.1f}" if cell else "" for cell in cells]
+            forms = ", ".join(with_kernels(cell, "form") for cell in cells[:2] if cell)
+            lines.append([f"`{names[0]}`", f"`{names[1]}`", *shown, forms])
+    return markdown([*titles, f"forms ({link(folder, machine(record))})"], lines)
 
 
 COSTS = {"first_s": "first step, s", "peak_GiB": "GiB"}  # of a GPT's eager and compiled steps; graphs hide their memory
@@ -239,7 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def choice() -> str:
     """Measured time, memory, loss and recall of the seven pairs, for the page that helps to choose."""
-    layers, generation = "2026-11-23-h200-triton-3.7.1-layers", "2026-11-22-h200-generate"
+    layers, generation = "2026-11-30-h200-layers", "2026-11-22-h200-generate"
     models = {
         "fox": "FoX (Pro) + ACP, evicting, fused",
         "path_fox": "PaTH-FoX (Pro) + ACP, evicting, fused",
