@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnzoo import Gate
 from attnzoo.forms.backends import fla, fla_kernels, fla_steps
@@ -260,13 +261,41 @@ def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor 
     return fla._op("operation", fla.Prepared(q, k, v, Gate(), options))
 
 
-def test_calls_without_a_gradient_and_packed_ones_are_the_librarys_own(repeating: Any) -> None:
+def test_packed_calls_are_the_librarys_own(repeating: Any) -> None:
     x = torch.randn(1, N // 8, 2, 4)
-    recorded, borders = x.clone().requires_grad_(), torch.tensor([0, 2])
-    for tensors, cu_seqlens in (((x, x + 1, x + 2), None), ((recorded, x + 1, x + 2), borders)):
+    for tensors in ((x, x + 1, x + 2), (x.clone().requires_grad_(), x + 1, x + 2)):
         runs.clear()
-        call(*tensors, cu_seqlens=cu_seqlens)
+        call(*tensors, cu_seqlens=torch.tensor([0, 2]))
         assert runs == ["operation", "forward"]
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("given", [{}, {"scale": 2.0, "output_final_state": True}], ids=str)
+def test_calls_without_a_gradient_are_the_librarys_own_until_they_come_again(
+    guard: Any, given: Any, repeating: Any
+) -> None:
+    """And training of the same shapes knows nothing of them."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(1, N // 8, 2, 4) for _ in range(3))
+        runs.clear()
+        with guard():
+            got = call(q, k, v, **given)
+            assert runs == [["operation", "forward"], ["forward"], ["forward"], [], []][seed]
+            for a, b in zip(got, operation(q, k, v, **given), strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+        step(call, seed, **given)
+    assert len(repeating.kinds) == 2
+
+
+def test_a_mode_sees_the_librarys_own_call_where_no_gradient_is_recorded(repeating: Any) -> None:
+    x = torch.randn(1, N // 8, 2, 4)
+    for _ in range(4):
+        call(x, x + 1, x + 2)
+    runs.clear()
+    with FlopCounterMode(display=False):
+        call(x, x + 1, x + 2)
+    assert runs == ["operation", "forward"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -372,11 +372,11 @@ def _warn(what: str) -> None:
 def _op(name: str, x: Prepared, **gates: Tensor) -> tuple[Tensor, Tensor | None]:
     """An operation of flash-linear-attention; where it is compiled or a gradient is recorded, as an op of torch."""
     operation, given = fla_steps.OPERATIONS[name], x.options
-    if _is_op(given["cu_seqlens"]) and (
-        torch.compiler.is_compiling() or records(x.q, x.k, x.v, given["initial_state"], *gates.values())
-    ):
+    if not _is_op(given["cu_seqlens"]):
+        return operation.library(x.q, x.k, x.v, **gates, **given)
+    if torch.compiler.is_compiling() or records(x.q, x.k, x.v, given["initial_state"], *gates.values()):
         return operation(x.q, x.k, x.v, **gates, **given)
-    return operation.library(x.q, x.k, x.v, **gates, **given)
+    return operation.inferred(x.q, x.k, x.v, **gates, **given)
 
 
 def _channels(x: Prepared) -> Tensor:

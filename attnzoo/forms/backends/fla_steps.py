@@ -23,7 +23,7 @@ from torch import Tensor
 from attnzoo.forms.backends import fla_kernels
 from attnzoo.forms.backends.fla_tuning import all_tiles, shorten, will_run
 from attnzoo.kernels.common.device import triton_version
-from attnzoo.kernels.common.named_op import NamedOp
+from attnzoo.kernels.common.named_op import NamedOp, dispatched
 from attnzoo.kernels.common.recording import recorders
 from attnzoo.kernels.common.replay import Replay
 from attnzoo.kernels.common.together import Passes, compile_together
@@ -175,14 +175,31 @@ class FlaOp:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Some]:
         """Output and last state, of the library's arguments."""
+        made = self.op(self._inputs(q, k, v, given))
+        return made.o, made.state
+
+    def inferred(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Some]:
+        """Output and last state where no gradient is recorded: by the library's own function the first time, as lengths
+        of prompts seldom come again."""
+        x = self._inputs(q, k, v, given)
+        if recorders.compiles or dispatched(self.op.inputs.leaves(x)):
+            return self.library(q, k, v, **given)
+        key = ("inferred", *_key(x))
+        kind = self.kinds.get(key)
+        if kind is None:
+            self._remember(key, x)
+            return self.library(q, k, v, **given)
+        o, state, *_ = kind.forward(_apart(getattr(x, name) for name in kind.names))
+        return o, state
+
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> FlaInputs:
         tensors = {"q": q, "k": k, "v": v, **given}
         contiguous = [None if (x := tensors.get(name)) is None else x.contiguous() for name in TENSORS]
         scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
         autocast, device = None, q.device.type
         if not torch.compiler.is_compiling() and torch.is_autocast_enabled(device):
             autocast = torch.get_autocast_dtype(device)
-        made = self.op(FlaInputs._make((*contiguous, scale, given["output_final_state"], autocast)))
-        return made.o, made.state
+        return FlaInputs._make((*contiguous, scale, given["output_final_state"], autocast))
 
     @functools.cached_property
     def library(self) -> Callable[..., tuple[Tensor, Some]]:
@@ -201,22 +218,25 @@ class FlaOp:
 
     def _kind(self, x: FlaInputs) -> tuple[_Kind, list[Tensor]]:
         """The kind of a call, and its tensors."""
-        key = tuple([(one.shape, one.dtype) if isinstance(one, Tensor) else one for one in x])
+        key = _key(x)
         kind = self.kinds.get(key)
         new = kind is None
         if kind is None:
-            if len(self.kinds) >= MOST:
-                self.kinds.clear()
-            function, defaults = self._passes
-            given = x._asdict()
-            kind = self.kinds[key] = _Kind(function, {name: given.get(name, defaults[name]) for name in defaults})
-        tensors = [getattr(x, name) for name in kind.names]
-        if len({*map(id, tensors)}) < len(tensors):  # which is which is told by the object
-            tensors = [one.view_as(one) for one in tensors]
+            kind = self._remember(key, x)
+        tensors = _apart(getattr(x, name) for name in kind.names)
         if new and x.q.is_cuda and not recorders.compiles and not all_tiles():
             will_run(described(x.q, x.v))
             compile_together(partial(kind.compile, tensors))
         return kind, tensors
+
+    def _remember(self, key: tuple[Any, ...], x: FlaInputs) -> _Kind:
+        """A new kind of calls."""
+        if len(self.kinds) >= MOST:
+            self.kinds.clear()
+        function, defaults = self._passes
+        given = x._asdict()
+        kind = self.kinds[key] = _Kind(function, {name: given.get(name, defaults[name]) for name in defaults})
+        return kind
 
     def _forward(self, x: FlaInputs) -> FlaOutputs:
         kind, tensors = self._kind(x)
@@ -247,6 +267,16 @@ class FlaOp:
         given = self._kept(x)
         tensors = [getattr(given, name) for name in FlaGradients._fields]
         return FlaGradients._make(None if y is None else torch.empty_like(y) for y in tensors)
+
+
+def _key(x: FlaInputs) -> tuple[Any, ...]:
+    return tuple([(one.shape, one.dtype) if isinstance(one, Tensor) else one for one in x])
+
+
+def _apart(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, each an object of its own, by which a recording tells which is which."""
+    found = [*tensors]
+    return found if len({*map(id, found)}) == len(found) else [x.view_as(x) for x in found]
 
 
 def described(q: Tensor, v: Tensor) -> str:
