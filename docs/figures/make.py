@@ -14,6 +14,7 @@ from style import own_fonts, save
 
 SINGLE = {  # module and function of drawings of one figure, which is saved under the drawing's name
     "generation": ("generation", "generation"),
+    "fox-lengths": ("generation", "fox_lengths"),
     "two-gpus": ("two_gpus", "two_gpus"),
     "forgotten-words": ("forgotten", "forgotten_words"),
     "token-loss": ("zoo", "token_loss"),
@@ -87,7 +88,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "schematics": draw_schematics,
     "fox": draw_fox,
     "card": called("card", "card"),
-    "generation": drawn("generation"),
+    "generation": drawn("generation", "fox-lengths"),
     "two-gpus": drawn("two-gpus"),
     "forgotten": drawn("forgotten-words"),
     "explored": draw_explored,

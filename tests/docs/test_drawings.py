@@ -33,7 +33,7 @@ def code(monkeypatch, tmp_path):
     return {"lattice": lattice, "make": make, "style": style, "out": tmp_path}
 
 
-@pytest.mark.parametrize("name", ["forgotten", "lattice", "schematics", "zoo"])
+@pytest.mark.parametrize("name", ["forgotten", "generation", "lattice", "schematics", "zoo"])
 def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
     pinned = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
