@@ -175,7 +175,8 @@ def claims(experiments: tuple[str, ...]) -> str:
                 for side in ("cpu", "gpu")
             }
             rows.append([expectation.text, expectation.source, *cells.values()])
-    return "\n".join(markdown_table(["claim", "source", "CPU", "GPU"], rows))
+    table = "\n".join(markdown_table(["claim", "source", "CPU", "GPU"], rows))
+    return f'<div class="claims" markdown>\n\n{table}\n\n</div>'
 
 
 def _pictures(name: str) -> list[str]:

@@ -32,6 +32,8 @@ FIGURE = re.compile(
 FLAG = re.compile(r"<code>(--?[a-z][^<]{0,28})</code>")  # which a narrow page would break behind its hyphens
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>[^<]*</code>")
+LONG = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]{25,}</code>|(?<=-name\">)[\w.]{25,}(?=</span>)")  # or a heading
+PHRASE = re.compile(r"(?<=[±✓✗○]) |(?<=\S) (?=/ )")  # a sign and its word, a slash and what is before it
 # a reference in running text, or something in which it stays as it is
 REFERENCE = re.compile(
     rf"{maths.FORMULA.pattern}|<(?P<element>a|code|pre|h[1-6]|script|style)\b.*?</(?P=element)>|<[^>]*>"
@@ -196,7 +198,7 @@ class After(Postprocessor):
             return LISTING.sub(lambda m: sources.listing(m[1]), text)
         for item in getattr(self.md, "toc_tokens", []):
             self._set_titles(item)
-        text = CELL.sub(lambda cell: CODE.sub(_may_break, cell[0]), text)
+        text = LONG.sub(_may_break, CELL.sub(lambda cell: _hold(CODE.sub(_may_break, cell[0])), text))
         text = FLAG.sub(r'<code class="together">\1</code>', self._link_references(text))
         text = FIGURE.sub(
             r'<img \g<before>src="\g<path>.svg#only-light"\g<after>>'
@@ -244,11 +246,13 @@ class After(Postprocessor):
 
 
 def _may_break(code: re.Match[str]) -> str:
-    """Code in a table with the places at which a narrow page may break it."""
-    return (
-        re.sub(r"(?<=\w[_/=(,])(?=[\w&])|(?<=[a-z]\.)(?=[A-Za-z])", "<wbr>", code[0].removesuffix("</code>"))
-        + "</code>"
-    )
+    """Code with the places at which a narrow page may break it."""
+    return re.sub(r"(?<=\w[_/=(,])(?=[\w&])|(?<=[a-z]\.)(?=[A-Za-z])", "<wbr>", code[0])
+
+
+def _hold(cell: str) -> str:
+    """A cell of a table with phrases that a narrow page keeps on one line; of two numbers, each with its error."""
+    return PHRASE.sub("\u00a0", cell.replace(" ±", "\u00a0±") if " / " in cell else cell)
 
 
 def makeExtension(**options: Any) -> ZooExtension:  # noqa: N802 - the library's name

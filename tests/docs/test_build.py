@@ -183,6 +183,29 @@ def test_any_converter_of_markdown_makes_the_pages(tools, directories, link):
     assert "to-eq" not in docstring
 
 
+def test_a_narrow_page_breaks_lines_between_phrases(tools):
+    import markdown
+
+    md = markdown.Markdown(extensions=["tools.extension", "tables", "md_in_html"])
+    html = md.convert((ROOT / "docs/results/both_sides.md").read_text(encoding="utf-8").strip())
+    cells = re.findall(r"<td>([^<]*±[^<]*/[^<]*)</td>", html)
+    assert len(cells) > 20
+    assert all(re.fullmatch(r"[\d.]+(\xa0±\xa0[\d.]+)?\xa0/ (–|[\d.]+(\xa0±\xa0[\d.]+)?)", cell) for cell in cells)
+    md.reset()
+    html = md.convert((ROOT / "docs/results/index.md").read_text(encoding="utf-8").strip())
+    assert "✓\xa0confirmed" in html
+    assert not re.search("[✓✗○] ", html.partition("A picture of each")[0].partition('class="claims"')[2])
+
+
+def test_long_names_may_break_behind_their_dots(tools):
+    import markdown
+
+    md = markdown.Markdown(extensions=["tools.extension", "fenced_code"])
+    html = md.convert((ROOT / "docs/how-to/train.md").read_text(encoding="utf-8").strip())
+    assert "<code>attnzoo.<wbr>data.<wbr>shards.<wbr>read_" in html
+    assert not re.search(r"<pre>(?:(?!</pre>).)*<wbr>", html, re.DOTALL)
+
+
 def test_every_derivation_ends_with_whose_is_what():
     for path in (ROOT / "docs/derivations").glob("*.md"):
         headings = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]

@@ -123,6 +123,44 @@ def test_page_reads_well(reader, path, width):
     assert reader.complaints == []
 
 
+def test_every_picture_has_a_light_and_a_dark_form(site):
+    pictures = {path: re.findall(r"<img [^>]*>", (site / path).read_text(encoding="utf-8")) for path in WRITTEN}
+    alone = {path: [tag for tag in tags if "#only-" not in tag] for path, tags in pictures.items()}
+    assert sum(map(len, pictures.values())) > 100
+    assert {path: tags for path, tags in alone.items() if tags} == {}
+
+
+@pytest.mark.parametrize("path", ["benchmarks/index.html", "results/both_sides.html"])
+def test_a_wide_table_is_scrolled_below_its_first_column(reader, path):
+    reader.page.set_viewport_size({"width": 360, "height": 900})
+    page = reader.open(path)
+    scrolled, lost = page.evaluate(
+        """() => {
+          const all = [...document.querySelectorAll(".md-typeset__scrollwrap")];
+          const wide = all.filter((e) => e.scrollWidth > e.clientWidth);
+          wide.forEach((e) => { e.scrollLeft = e.scrollWidth });
+          const first = wide.flatMap((e) => [...e.querySelectorAll("tr > :first-child")]);
+          return [wide.length, first.filter((e) => e.getBoundingClientRect().left < 0).map((e) => e.textContent)];
+        }"""
+    )
+    assert scrolled > 3
+    assert lost == []
+
+
+def test_a_table_without_headings_begins_with_its_first_row(reader):
+    page = reader.open("reference/index.html")
+    assert page.locator("article table").first.evaluate("(e) => e.tHead.offsetHeight") == 0
+
+
+def test_claims_stand_one_below_the_other_on_a_phone(reader):
+    reader.page.set_viewport_size({"width": 360, "height": 900})
+    row = reader.open("results/index.html").locator(".claims tr:has(td a)").first
+    cells = [cell for cell in row.locator("td").all() if cell.is_visible()]
+    boxes = [cell.bounding_box() for cell in cells]
+    assert len({box["x"] for box in boxes}) == 1
+    assert sorted(boxes, key=lambda box: box["y"]) == boxes
+
+
 def test_light_and_dark_are_a_click_apart_and_kept(reader):
     page = reader.open("equations.html")
     before = page.locator("body").get_attribute("data-md-color-scheme")
