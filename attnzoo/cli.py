@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sys
-import textwrap
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.experiments.explore.command import explore
-from attnzoo.terminal import console, new_table, print_table
+from attnzoo.terminal import columns, console, fitted, new_table, print_table
 from attnzoo.trained.commands import (
     Lists,
     export,
@@ -80,19 +79,23 @@ def list_pairs(presets: bool) -> None:
         broken = broken_plugins()
     optional = [part for group in groups() for part in group if PARTS[part].optional]
     own = [*(group[0] for group in groups()), *optional]
-    table = new_table("no.", "linear side", "softmax side", *(in_ascii(PARTS[part].symbol) for part in own))
+    symbols = {part: in_ascii(PARTS[part].symbol) for part in own}
+    narrow = columns() < 80
+    table = new_table("no.", "linear side", "softmax side", *(["parts"] if narrow else symbols.values()))
     for number, pair in enumerate(pairs(), 1):
         marks = {part: "x" if part in pair.requires else "" for part in own}
         if pair.g.startswith("-"):
             marks["log_decay"] = "fixed"
-        table.add_row(str(number), pair.linear, pair.softmax, *marks.values())
+        if narrow:
+            words = (symbols[part].removesuffix("_t") if mark == "x" else mark for part, mark in marks.items() if mark)
+        table.add_row(str(number), pair.linear, pair.softmax, *([" ".join(words)] if narrow else marks.values()))
     print_table(table, console())
     lattice = f"The transition is exp(g_t) {product_of([p for p in PARTS if p not in optional])}, of the parts marked"
     lattice += "".join(f"; with {in_ascii(PARTS[p].symbol)} a factor is {PARTS[p].factor}" for p in optional)
     lattice += ". `attnzoo show NAME` prints the equations of a pair."
     others = ", ".join(f"{name} (the gate of {get(name).dual.name})" for name in list_variants("other"))
     for note in [lattice, f"Other readouts: {others}.", *(pair.note for pair in pairs() if pair.note)]:
-        click.echo(textwrap.fill(note, 80))
+        click.echo(fitted(note, 80))
     for problem in broken:
         click.echo(problem)
 
@@ -100,7 +103,7 @@ def list_pairs(presets: bool) -> None:
 def _list_presets() -> None:
     from attnzoo.models.presets import names, preset
 
-    table = new_table("preset", "width", "layers", "heads", "MLP", "tokens", "peak lr")
+    table = new_table("preset", "width", "depth", "heads", "MLP", "tokens", "peak lr")
     for name in names():
         model, recipe = preset(name).model, preset(name).recipe
         sizes = (model.hidden_size, model.num_layers, model.num_heads, model.mlp_size)
@@ -142,11 +145,11 @@ def show(name: str, preset: bool) -> None:
 def _show_variant(name: str) -> None:
     from attnzoo.equations import describe
 
-    text = describe(name)
+    text = describe(name, width=columns())
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        text = describe(name, ascii_only=True)
+        text = describe(name, ascii_only=True, width=columns())
     title, _, rest = text.partition("\n")
     click.echo(click.style(title, bold=True))
     click.echo(rest)
@@ -196,7 +199,7 @@ def _show_preset(name: str) -> None:
 def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
     """What every variant would run on here, and why nothing faster.
 
-    Machine, versions and a table that can be pasted into an issue. Nothing is launched on a GPU.
+    Machine, versions and a list that can be pasted into an issue. Nothing is launched on a GPU.
     """
     import json
 
@@ -206,7 +209,7 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 
     torch.set_num_threads(1)  # on a busy machine small tensors wait far longer for threads than they take
     report = examine(head_dim, getattr(torch, dtype))
-    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text(), nl=as_json)
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text(columns()), nl=as_json)
 
 
 @app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
@@ -321,6 +324,9 @@ for command in (
     experiment,
 ):  # fmt: skip
     app.add_command(command)
+for group in (app, bench, data, experiment):
+    for command in group.commands.values():  # click would cut off what is longer than a line
+        command.short_help = " ".join((command.help or "").partition("\n\n")[0].split())
 
 
 def main() -> NoReturn:

@@ -10,11 +10,9 @@ import os
 import platform
 import shutil
 import sysconfig
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected, on_gpu, passed_over
 from attnzoo.registry import get, list_variants
 from attnzoo.registry.variant import Variant
+from attnzoo.terminal import wrapped
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")
@@ -91,27 +90,25 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def text(self) -> str:
-        """The report in Markdown; reasons that occur often are notes below the table."""
+    def text(self, width: int = 80) -> str:
+        """The report in Markdown, in lines of ``width`` columns; reasons that occur often are notes below the list."""
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus)]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
         lines += [f"- {line}" for line in (self.parts, self.splits) if line]
         lines += [f"- slow: {why}" for why in self.slow]
-        table: list[tuple[str, ...]] = [("variants", "when", "runs on", "why nothing faster")]
-        for names, situations in _grouped(self.rows):
-            cells = []
-            for when, form, kernels, why in situations:
-                marks = " ".join(f"[{notes.setdefault(reason, len(notes) + 1)}]" for reason in why)
-                cells.append((when, f"{form}: {kernels}" if kernels else form, marks))
-            lists = textwrap.wrap(", ".join(names), 34, break_on_hyphens=False)
-            table += [(name or "", *(cell or ("", "", ""))) for name, cell in zip_longest(lists, cells)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        table.insert(1, tuple("-" * width for width in widths))
         lines += ["", f"{self.layer}:", ""]
-        lines += ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in table]
+        for names, situations in _grouped(self.rows):
+            said = []
+            for when, form, kernels, why in situations:
+                marks = (f" [{notes.setdefault(reason, len(notes) + 1)}]" for reason in why)
+                runs_on = f"{form} ({kernels})" if kernels else form
+                said.append((when, runs_on + "".join(marks)))
+            every = f"- {', '.join(names)}:"
+            always = len(said) == 1
+            lines += [f"{every} {said[0][1]}"] if always else [every, *(f"  - {when}: {what}" for when, what in said)]
         lines += ["", *(f"[{number}] {note}" for note, number in notes.items())]
-        return "\n".join(lines).rstrip() + "\n"
+        return "\n".join(part for line in lines for part in wrapped(line, width) or [""]).rstrip() + "\n"
 
 
 class _Asked(BaseException):

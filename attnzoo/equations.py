@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from attnzoo.algebra.parts import PARTS
 from attnzoo.registry import get, pairs
 from attnzoo.registry.pair import Pair
 from attnzoo.registry.table import OBLIQUE, PAIRS, PRODUCTS
 from attnzoo.registry.variant import Variant
+from attnzoo.terminal import wrapped
 
 WIDTH = 80
 LABEL = 12  # columns before the text
 
 
-def describe(name: str, *, ascii_only: bool = False) -> str:
-    """A variant and its dual as text of 80 columns.
+def describe(name: str, *, ascii_only: bool = False, width: int = WIDTH) -> str:
+    """A variant and its dual as text of 80 columns, or of ``width``.
 
     It has the equations of both sides (a module's ``EQUATIONS``, or the general ones with the pair's g and R), the
     gate, the layer's defaults, the forms, the sources, and the page with the derivation.
 
     Args:
         name: any of ``list_variants()``.
-        ascii_only: whether to use ASCII characters alone: ``gⱼ₊₁`` becomes ``g_{j+1}``, which may exceed 80 columns.
+        ascii_only: whether to use ASCII characters alone: ``gⱼ₊₁`` becomes ``g_{j+1}``, which may exceed the width.
+        width: columns; equations and names are not wrapped.
 
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.
@@ -38,29 +40,31 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     if variant.readout is not None:
         place = f"another readout of the gate of {variant.dual.name}"
     heads = (f"{called}, {place}" for called in (_full(variant), name))
-    lines = [next((head for head in heads if len(head) <= WIDTH), f"{name}, {place}"), ""]
+    lines = [*wrapped(next((head for head in heads if len(head) <= width), f"{name}, {place}"), width), ""]
+    row = partial(_row, width)
     for side in sides:
-        lines += _row(side.side if side.readout is None else "readout", [_full(side)])
+        lines += row(side.side if side.readout is None else "readout", [_full(side)])
         lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in equations_of(side)])]
         lines.append("")
-    lines += _row("", [f"sums over the keys{' j ≤ t' if variant.causal else ''}; λ is the scale, 1/√K by default"])
+    lines += row("", [f"sums over the keys{' j ≤ t' if variant.causal else ''}; λ is the scale, 1/√K by default"])
     lines.append("")
-    lines += _row("gate", [f"Gate({', '.join(f'{part}=...' for part in variant.requires)})"])
-    lines += [f"{'':{LABEL}}  {line}" for line in _parts(variant, write)]
-    lines += _row("layer", _layer(variant))
+    lines += row("gate", [f"Gate({', '.join(f'{part}=...' for part in variant.requires)})"])
+    parts = [f"{'':{LABEL}}  {part}" for part in _parts(variant, write)]
+    lines += parts if width >= WIDTH else [line for part in parts for line in wrapped(part, width)]
+    lines += row("layer", _layer(variant))
     if variant.prunable:
-        lines += _row("pruning", ["acp=True, certified: the decay bounds every weight that is dropped"])
+        lines += row("pruning", ["acp=True, certified: the decay bounds every weight that is dropped"])
     if variant.readout is not None:
-        lines += _row("pruning", [f"none: {variant.readout.unpruned}"])
+        lines += row("pruning", [f"none: {variant.readout.unpruned}"])
     both = (variant, variant.dual)
-    lines += _row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in both])
-    lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in both])
+    lines += row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in both])
+    lines += row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in both])
     if variant.note:
-        lines += _row("note", [variant.note])
+        lines += row("note", [variant.note])
     page = page_of(pair) if variant.readout is None else "derivations/readouts.md" if variant.own else ""
     if page:
         site = page.replace(".md", ".html")
-        lines += _row("derivation", [f"docs/{page}", f"(make docs, then open site/{site})"])
+        lines += row("derivation", [f"docs/{page}", f"(make docs, then open site/{site})"])
     return write("\n".join(line.rstrip() for line in lines))
 
 
@@ -100,13 +104,9 @@ def _full(variant: Variant) -> str:
     return variant.name if variant.title == variant.name else f"{variant.title} ({variant.name})"
 
 
-def _row(label: str, texts: Iterable[str]) -> list[str]:
+def _row(width: int, label: str, texts: Iterable[str]) -> list[str]:
     """The lines of texts beside a label, each wrapped with a hanging indent."""
-    lines = [
-        line
-        for text in texts
-        for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ", break_on_hyphens=False)
-    ]
+    lines = [line for text in texts for line in wrapped(text, width - LABEL)]
     return [f"{label if number == 0 else '':{LABEL}}{line}" for number, line in enumerate(lines)]
 
 

@@ -1,8 +1,11 @@
-"""Tables and the console of the commands."""
+"""Tables, wrapped text and the console of the commands."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +19,7 @@ def new_table(*columns: str, numbers: Collection[str] = (), prose: Collection[st
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
     for name in columns:
         side: Literal["left", "right"] = "right" if name in numbers else "left"
         table.add_column(name, justify=side, no_wrap=name not in prose, overflow="fold")
@@ -32,7 +35,28 @@ def print_table(table: Table, to: Console) -> None:
             column.min_width = max(to.measure(cell, options=unlimited).maximum for cell in cells)
     least = to.measure(table, options=unlimited).minimum
     table.width = least if least > to.width else None
-    to.print(table, crop=False)
+    with to.capture() as printed:
+        to.print(table, crop=False)
+    # blanks at the end of a line that just fits would begin another
+    lines = re.sub(r"(?m)(?: |\x1b\[[0-9;]*m)+$", lambda end: "\x1b[0m" if "\x1b" in end[0] else "", printed.get())
+    to.file.write(lines)
+    to.file.flush()
+
+
+def columns(most: int = 80) -> int:
+    """The columns of the terminal, at most ``most``; ``most`` where the output goes elsewhere."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a paragraph, broken between words alone, with a hanging indent."""
+    hanging = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False, break_long_words=False)
+
+
+def fitted(text: str, most: int = sys.maxsize) -> str:
+    """A paragraph in lines of :func:`columns`."""
+    return "\n".join(wrapped(text, columns(most)))
 
 
 def console() -> Console:

@@ -8,7 +8,7 @@ import sys
 import click
 
 from attnzoo.data.command import Choice
-from attnzoo.terminal import console, new_table, print_table
+from attnzoo.terminal import console, fitted, new_table, print_table
 
 
 def _shape(context: click.Context, parameter: click.Parameter, said: str | None) -> tuple[int, ...] | None:
@@ -76,9 +76,7 @@ def verify(
     print_table(table, console())
     for trial in failed:
         click.echo(f"FAILED: {trial.said}\n")
-    click.echo(
-        f"relative errors against the float64 oracle, seed {seed}: "
-        f"{len(done)} ok, {len(failed)} failed, {len(todo) - len(done) - len(failed)} not run"
-    )
+    counts = f"{len(done)} ok, {len(failed)} failed, {len(todo) - len(done) - len(failed)} not run"
+    click.echo(fitted(f"relative errors against the float64 oracle, seed {seed}: {counts}"))
     if failed:
         sys.exit(1)

@@ -36,8 +36,8 @@ class Ran:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setenv("COLUMNS", "140")
+    def run(*arguments: object, columns: int = 140) -> Ran:
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             cli.main()

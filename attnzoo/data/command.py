@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from attnzoo.errors import did_you_mean
+from attnzoo.terminal import fitted
 
 if TYPE_CHECKING:
     from attnzoo.data.shards import TokenShards
@@ -183,7 +184,7 @@ def list_tasks() -> None:
 
     for name in TASKS:
         options = ", ".join(f"{option}={value}" for option, value in options_of(name).items())
-        click.echo(f"{name}: {summary_of(name)}\n  {options}")
+        click.echo(f"{fitted(f'{name}: {summary_of(name)}')}\n{fitted(f'  {options}')}")
 
 
 @data.command()

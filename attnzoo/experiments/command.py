@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from pathlib import Path
 
 import click
 
 from attnzoo.data.command import PATH, Choice, overrides_argument
 from attnzoo.errors import UnavailableError
+from attnzoo.terminal import fitted
 
 CLAIM = click.option(
     "--claim", "claims", multiple=True, metavar="ORDER",
@@ -32,7 +32,8 @@ def list_experiments() -> None:
     for name in names():
         found = find(name)
         when = ", ".join(f"{each.size} on {each.date}" for each in found.measured)
-        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when or 'not yet run'})")
+        line = fitted(f"{name}: {found.title} ({when or 'not yet run'})")
+        click.echo(click.style(name, bold=True) + line.removeprefix(name))
 
 
 @experiment.command()
@@ -55,25 +56,25 @@ def show(name: str, claims: tuple[str, ...], seeds: int | None) -> None:
 
         check_arms(Schedule(name, next(iter(found.sizes)), Path("runs"), seeds, claims=claims), found)
     click.echo(click.style(found.title, bold=True))
-    click.echo(textwrap.fill(found.question, 100))
+    click.echo(fitted(found.question, 100))
     for arm in found.arms:
-        click.echo(f"  {arm.name}: {layers_of(found, arm)}")
+        click.echo(fitted(f"  {arm.name}: {layers_of(found, arm)}"))
     click.echo(f"measured, with {seeds} seeds:")
     for meaning, probes in meanings_of(found).items():
-        click.echo(textwrap.fill(f"- {probes}: {meaning}", 100, subsequent_indent="  "))
+        click.echo(fitted(f"- {probes}: {meaning}", 100))
     for size in found.sizes:
-        click.echo(textwrap.fill(f"size {size}: {cost_of(found, size)}", 100, subsequent_indent="  "))
+        click.echo(fitted(f"size {size}: {cost_of(found, size)}", 100))
     click.echo("expected:")
     for each in found.expectations:
         only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
-        click.echo(textwrap.fill(f"- {each.text}{only} [{each.source}]", 100, subsequent_indent="  "))
+        click.echo(fitted(f"- {each.text}{only} [{each.source}]", 100))
     click.echo(f"what {seeds} seeds see, by simulation:")
     for line in power_of(found, seeds):
-        click.echo(textwrap.fill(f"- {line}", 100, subsequent_indent="  "))
+        click.echo(fitted(f"- {line}", 100))
     for result in found.measured:
         tried = f"; {result.tried}" if result.tried else ""
         line = f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}{tried}"
-        click.echo(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+        click.echo(fitted(line, 100))
     if not found.measured:
         click.echo("not yet run")
 

@@ -31,16 +31,32 @@ ROOT = Path(__file__).parents[2]
 DEMO = built_in("compare")["demo"]
 
 
-@pytest.mark.parametrize("columns", ["30", "80"])
-def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, monkeypatch: Any, columns: str) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    ran = run("list")
+@pytest.mark.parametrize("columns", [30, 80, 140])
+def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, columns: int) -> None:
+    ran = run("list", columns=columns)
     assert ran.code == 0
     rows = ran.out.splitlines()
     assert max(map(len, rows)) <= 80
     for pair in pairs():
         (row,) = [row.split() for row in rows if row.split()[1:3] == [pair.linear, pair.softmax]]
         assert len(row) == 3 + len(set(pair.requires) - {"beta"})
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize(
+    "words", ["list", "show fox", "show rwkv7", "--help", "bench --help", "data list", "experiment list", "doctor"]
+)
+def test_what_a_newcomer_asks_fits_the_terminal(run: Any, words: str, columns: int) -> None:
+    ran = run(*words.split(), columns=columns)
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= columns
+    assert "..." not in ran.out.partition("Commands:")[2]  # no help is cut off
+
+
+def test_a_table_as_wide_as_the_terminal_has_no_empty_lines(run: Any) -> None:
+    rows = run("list", "--presets", columns=80).out.splitlines()
+    assert max(map(len, rows)) == 80
+    assert not any(row.endswith(" ") for row in rows)
 
 
 @pytest.mark.parametrize("name", list_variants())
@@ -262,7 +278,7 @@ def test_mistake_is_one_line_that_names_the_nearest(
 
 
 def test_error_of_our_own_is_kept_apart_from_a_bug(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bug(name: str) -> Any:
+    def bug(name: str, **options: Any) -> Any:
         raise KeyError(name)
 
     monkeypatch.setattr("attnzoo.equations.describe", bug)
