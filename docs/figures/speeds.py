@@ -205,7 +205,7 @@ def five() -> str:
 
     def both(folders: tuple[str, str], slow: str, fast: str) -> str:
         low, high = sorted(ratio(f, slow, fast, K=K, T=16384) for f, K in zip(folders, (64, 128), strict=True))
-        return f"{low} to {high} times"
+        return f"{low} to {high}"
 
     def line(what: str, how: str, peer: str, *folders: str) -> list[str]:
         where = machine(run(folders[0])).replace(",", ", Triton")
@@ -213,7 +213,7 @@ def five() -> str:
         return [what, how, peer, f"{where} ({records})"]
 
     return markdown(
-        ["forward and backward, 16384 tokens", "as fast as", "the other, and its setting", "on"],
+        ["forward and backward, 16384 tokens", "times as fast", "as", "on"],
         [
             line("FoX", both((fox, fox), "official", "ours"), "the authors' kernel, as released", fox),
             line("FoX + ACP", both((fox, fox), "official, pruned", "ours, pruned (tail)"),
@@ -223,7 +223,7 @@ def five() -> str:
             line("Wall", both((wall, wall), "FLA Wall", "Wall"),
                 "flash-linear-attention 0.6.0, one of its 24 tiles", wall),
             line("a token of generation, FoX + ACP with eviction, 4 × 16384 cached",
-                f"{ratio(token, 'Llama, static cache, compiled', 'FoX (Pro) + ACP, evicting, fused', batch=4)} times",
+                ratio(token, "Llama, static cache, compiled", "FoX (Pro) + ACP, evicting, fused", batch=4),
                 "Hugging Face's Llama of that size, static cache, compiled", token),
         ],
     )  # fmt: skip
