@@ -26,7 +26,7 @@ from attnzoo.layer.cache import LayerCache, Owner
 from attnzoo.layer.checks import check_cache, evicts
 from attnzoo.layer.convolved import convolved, one_convolution
 from attnzoo.layer.dispatch import chosen, run
-from attnzoo.layer.gates.base import Keyed, Strength
+from attnzoo.layer.gates.base import GateProjection, Keyed, Strength
 from attnzoo.layer.gates.matrix import by_factor
 from attnzoo.layer.inplace import FixedCache
 from attnzoo.layer.modules import ACTIVATIONS, HeadNorm, TokenShift, unit_vectors, untouched, writes_fuse
@@ -327,7 +327,7 @@ class Attention(AttentionParts):
         """The maps that read the hidden states themselves, by the names of their products."""
         shifts = {"k_shift": self.k_shift, "v_shift": self.v_shift}
         thin = {name: one.proj for name, one in shifts.items() if type(one) is TokenShift and untouched(one)}
-        if untouched(self.gate):
+        if isinstance(self.gate, GateProjection) and untouched(self.gate):
             thin.update(self.gate.maps)  # `|=` breaks graphs of torch 2.7
         maps: dict[str, nn.Module] = {name: one for name, one in thin.items() if type(one) is GateAffine}
         if mixed is None:

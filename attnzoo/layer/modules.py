@@ -77,7 +77,8 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
         apart: whether they are asked for apart.
     """
     own = isinstance(linear, GateAffine) and type(linear).forward is not GateAffine.forward
-    unbiased = getattr(linear, "unbiased", None) if apart and not own and untouched(linear) else None
+    comes_apart = hasattr(type(linear), "unbiased") and not own  # wrappers hand on attributes of what they wrap
+    unbiased = getattr(linear, "unbiased", None) if apart and comes_apart and untouched(linear) else None
     return (linear(x), None) if unbiased is None else (unbiased(x), linear.bias)  # type: ignore[return-value]
 
 

@@ -126,6 +126,45 @@ def test_a_shift_of_ones_own_is_given_no_product_of_other_rows() -> None:
     assert {"k_shift", "v_shift"} & {*layer._maps_of(None)} == {"v_shift"}
 
 
+class Wrapped(nn.Module):
+    """A wrapper that hands on attributes of what it wraps, as those of FSDP and peft do."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.of, name)
+
+    def forward(self, x: Tensor, *given: Any) -> Any:
+        return self.of(x / 2, *given)
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox", "gated_deltanet"])
+def test_a_wrapped_gate_is_called_with_its_rows_alone(name: str) -> None:
+    layer, x = build_attention(name, hidden_size=16, num_heads=2, block="pro"), torch.randn(1, 5, 16)
+    if name == "gated_deltanet":
+        layer.gate.members[0] = Wrapped(layer.gate.members[0])
+    else:
+        layer.gate = Wrapped(layer.gate)
+    expected = layer.project(x.clone().requires_grad_()).gate
+    layer._impl = "triton"  # of the products alone
+    found = layer.project(x.clone().requires_grad_()).gate
+    for part in expected.parts:
+        torch.testing.assert_close(getattr(found, part), getattr(expected, part))
+
+
+def test_a_wrapped_map_is_called_where_biases_come_apart() -> None:
+    gate, x = build_attention("gla", hidden_size=16, num_heads=2).gate, torch.randn(1, 5, 16)
+    gate.up = Wrapped(gate.up)
+    logits, bias, *_ = gate.logits(x)
+    assert bias is None
+    torch.testing.assert_close(logits, gate.up(gate.down(x)))
+
+
 class Halved(Attention):
     """A layer of somebody's own, whose q, k and v are of other rows than its gates."""
 

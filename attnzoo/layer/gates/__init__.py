@@ -43,7 +43,7 @@ class Combined(GateProjection):
 
     @property
     def maps(self) -> dict[str, GateAffine]:
-        plain = cast("list[GateProjection]", list(filter(untouched, self.members)))
+        plain = [one for one in self.members if isinstance(one, GateProjection) and untouched(one)]
         return {name: part for member in plain for name, part in member.maps.items()}
 
     def reset_parameters(self) -> None:
