@@ -13,7 +13,7 @@ from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.offload import Offload
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.modules import HeadNorm, untouched
+from attnzoo.layer.modules import HeadNorm, hooked
 from attnzoo.registry.variant import Variant
 
 ROUNDED = 1 + 2**-20  # of a softcap: the rounding of tanh may lead as far beyond it
@@ -116,9 +116,14 @@ def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> 
 
 def normed(layer: Normed) -> bool:
     """Whether the layer's own QK-norm makes queries and keys: no module or hook of somebody else's."""
-    norms = (layer.q_norm, layer.k_norm)
-    own = all(isinstance(one, HeadNorm) and type(one).forward is HeadNorm.forward and untouched(one) for one in norms)
-    return layer.config.qk_norm == "l2" or own
+    return layer.config.qk_norm == "l2" or (_own(layer.q_norm) and _own(layer.k_norm))
+
+
+def _own(norm: HeadNorm | None) -> bool:
+    """Whether a norm is the layer's and no hook changes it; accelerate's, in its place, moves its weights alone."""
+    if not isinstance(norm, HeadNorm) or type(norm).forward is not HeadNorm.forward or hooked(norm):
+        return False
+    return "forward" not in norm.__dict__ or "_hf_hook" in norm.__dict__
 
 
 def check_bounded(layer: Normed, evict: float | str | Evict | None) -> None:

@@ -37,17 +37,18 @@ def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
 def untouched(part: nn.Module) -> bool:
     """Whether a module may be left out of a call that computes what it would: no hook waits for it or for every module,
     and nobody put a ``forward`` of their own into it."""
-    hooks = (
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        or every._global_forward_hooks or every._global_forward_pre_hooks
-        or every._global_backward_hooks or every._global_backward_pre_hooks
-    )  # fmt: skip
-    return not hooks and "_hf_hook" not in part.__dict__ and "forward" not in part.__dict__
+    return not hooked(part) and "_hf_hook" not in part.__dict__ and "forward" not in part.__dict__
+
+
+def hooked(part: nn.Module) -> bool:
+    """Whether a hook of torch waits for a module or for every module."""
+    own = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    forward = every._global_forward_hooks or every._global_forward_pre_hooks
+    return bool(own or forward or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:
-    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: vectors of length 1, or less where x is very
-    short."""
+    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: of length 1, or less where x is very short."""
     if on_kernels(impl, x) and serves(impl, "L2 norms", norms.triton_unavailable(x)):
         if x.ndim == 4:
             return norms.head_norm(x, kind="l2", eps=1e-6)
@@ -83,8 +84,7 @@ def product(linear: nn.Module, x: Tensor, apart: bool = True) -> tuple[Tensor, T
 
 
 def log_decays(of: DecayLogits, impl: str, steps: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The log decays that ``of`` describes, in at least float32, and with ``steps`` the softplus that they are made
-    of."""
+    """The log decays that ``of`` describes, in at least float32, and with ``steps`` the softplus they are made of."""
     given = (of.logits, of.bias, of.log_a)
     if on_kernels(impl, *given) and serves(impl, "log decays", linear.decays_unavailable(of.logits)):
         return linear.log_decays(of, steps)

@@ -284,6 +284,16 @@ def test_norms_of_ones_own_or_with_hooks_bound_nothing(how):
     forgetful(softcap=20.0).new_cache(evict=1e-6)
 
 
+def test_hooks_that_move_weights_to_their_device_leave_the_bounds():
+    """As accelerate puts one on every module where layers lie on several GPUs."""
+    hooks, attn = pytest.importorskip("accelerate.hooks"), forgetful()
+    expected = attn.logit_bound()
+    for norm in (attn.q_norm, attn.k_norm):
+        hooks.add_hook_to_module(norm, hooks.AlignDevicesHook("cpu"))
+    assert torch.equal(attn.logit_bound(), expected)
+    attn.new_cache(evict=1e-6)
+
+
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_the_layer_prunes_by_its_qk_norm(name, monkeypatch):
     """The pruning is given the bound of the weights as they are now."""
