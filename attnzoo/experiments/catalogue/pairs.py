@@ -154,13 +154,13 @@ EXPERIMENT = Experiment(
         ),
         Measured(
             "gpu-25m", "2026-11-30", "two NVIDIA H200, one or two runs on each", "2026-11-30-pairs-gpu-25m.json",
-            "Nine models, of two whole pairs beside the bases with one seed on a side at least; NoPE, RetNet and Mamba-2 "
-            "have two. Rates are those of `gpu`; each text is read five times. Gated DeltaNet's two parts give the "
-            "recurrence 0.72 nats, and PaTH-FoX's its dual 0.08; a scalar gate 0.63 and 0.07, a constant one 0.47 and "
-            "0.04. The runs are of three hosts. Linear attention's first two runs, of code that rounded what a shift of "
-            "keys leaves of a first token, are in `2026-11-30-pairs-gpu-25m-rounded.json`, counted by no verdict: in the "
-            "compiled code of their training they came to 2.23 and 2.10 nats on the held-out text, in plain code to 1.96 "
-            "and 1.95. Trained anew the first seed comes to 1.94 in both.",
+            "Nine models, of two whole pairs beside the bases with one seed on a side at least; NoPE, RetNet and "
+            "Mamba-2 have two. Rates are those of `gpu`; each text is read five times. Gated DeltaNet's two parts "
+            "give the recurrence 0.72 nats, and PaTH-FoX's its dual 0.08; a scalar gate 0.63 and 0.07, a constant "
+            "one 0.47 and 0.04. The runs are of three hosts. Linear attention's first two runs, of code that rounded "
+            "what a shift of keys leaves of a first token, are in `2026-11-30-pairs-gpu-25m-rounded.json`, counted "
+            "by no verdict: in the compiled code of their training they came to 2.23 and 2.10 nats on the held-out "
+            "text, in plain code to 1.96 and 1.95. Trained anew the first seed comes to 1.94 in both.",
             lacks=tuple(
                 name
                 for pair in PAIRS
