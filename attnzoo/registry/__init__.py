@@ -310,6 +310,13 @@ def digest_of(name: str) -> str:
     return _digests.get(name, "")
 
 
+def file_of(name: str) -> Path | None:
+    """The Python file that registered a variant when :func:`from_file` ran it, while it has the same text, or None."""
+    paths = [Path(path) for path in os.environ.get(FILES, "").split(os.pathsep) if path]
+    text = digest_of(name)
+    return next((path for path in paths if text and path.is_file() and digest(path) == text), None)
+
+
 def names_of(word: str) -> tuple[str, ...]:
     """The variants that a word of a command line means: one by its name, those that a ``FILE.py`` registers when it is
     run, or one of them as ``FILE.py:NAME``.

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-from attnzoo.registry import get
+from attnzoo.registry import file_of, from_file, get
 from attnzoo.testing.case import Case
 from attnzoo.testing.laws import LAWS, Errors, Trial, law_of
 from attnzoo.testing.strategies import cases
@@ -45,12 +45,15 @@ def check(law: str, case: Case, file: str | Path | None = None) -> dict[str, flo
         BrokenLawError: it does not hold.
         ValueError: no such law or variant.
     """
+    if file is not None:
+        from_file(file)
     return _largest(measured(law, case))
 
 
 def measured(law: str, case: Case) -> Errors:
     """The errors of each form by what they are of, where none breaks the law; else as :func:`check`."""
     known = law_of(law)
+    get(case.name)  # an unknown variant breaks no law
     try:
         errors = known.measure(case)
     except Exception as error:  # of whoever wrote the forms
@@ -77,9 +80,11 @@ def _largest(errors: Errors) -> dict[str, float]:
 
 
 def _told(law: str, case: Case, said: str) -> str:
+    path, here = file_of(case.name), Path.cwd()
+    file = "" if path is None else f", {str(path.relative_to(here) if path.is_relative_to(here) else path)!r}"
     return (
         f"{case.name!r} breaks the law {law!r} ({LAWS[law].says})\n{said}\n"
-        f"to repeat it: from attnzoo.testing import Case, check; check({law!r}, {case!r})"
+        f"to repeat it: from attnzoo.testing import Case, check; check({law!r}, {case!r}{file})"
     )
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnzoo.files
 import attnzoo.testing
-from attnzoo import Pair, register
+from attnzoo import Pair, get, register
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Product, Transition
 from attnzoo.errors import UnavailableError
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.registry import unregister
+from attnzoo.registry import FILES, from_file, unregister
 from attnzoo.testing import LAWS, PROFILES, BrokenLawError, Case, check, run_law
 
 NAMES = ("planted", "planted_path")
@@ -64,6 +65,42 @@ def test_a_wrong_sign_is_found_and_shrunk_to_three_tokens(planted: str) -> None:
     assert max(trial.worst.values()) > trial.budget  # the table of `attnzoo verify` shows what broke it
     with pytest.raises(BrokenLawError, match="'planted' breaks the law 'oracle'"):
         eval(trial.said.rpartition("import Case, check; ")[2], {"Case": Case, "check": check})
+
+
+IN_A_FILE = """
+from attnzoo import Pair, register
+from attnzoo.algebra.transitions import Transition
+
+class Shrunk(Transition):
+    symbol = "Diag(exp(a_t))"
+
+    def apply(self, gate, state):
+        return gate.log_diag.exp()[..., None] * state
+
+    def carry(self, total, state):
+        return 0.9 * super().carry(total, state)
+
+register(Pair("filed", "filed_path", ("log_diag",), transition=Shrunk()))
+"""
+
+
+def test_the_call_that_repeats_a_failure_runs_the_file_of_the_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILES, "")
+    monkeypatch.chdir(tmp_path)
+    Path("filed.py").write_text(IN_A_FILE)
+    from_file("filed.py")
+    said = run_law("filed", "oracle", 10).said
+    unregister(get("filed").pair)
+    attnzoo.files._run_file.cache_clear()  # as in another process
+    call = said.rpartition("import Case, check; ")[2]
+    assert call.endswith(", 'filed.py')")
+    with pytest.raises(ValueError, match="unknown variant 'filed'"):
+        eval(call.replace(", 'filed.py'", ""), {"Case": Case, "check": check})
+    with pytest.raises(BrokenLawError, match="'filed' breaks the law 'oracle'"):
+        eval(call, {"Case": Case, "check": check})
+    unregister(get("filed").pair)
 
 
 @pytest.mark.usefixtures("planted")
