@@ -46,18 +46,24 @@ class Lines(Quiet):
     """A line every tenth of the way, for logs."""
 
     def __init__(self, title: str, steps: int, start: int):
-        self.title, self.steps = title, steps
+        self.title, self.steps, self.start = title, steps, start
         self.shown = start * 10 // steps
+
+    def __enter__(self) -> Self:
+        if self.start:
+            with suppress(OSError):  # a closed pipe ends the run at its first row
+                self._say(self.start, "from whose checkpoint it goes on")
+        return self
 
     def row(self, row: Row) -> None:
         if row["kind"] == "eval":
-            self._say(row, f"held-out loss {row['loss']:.4f}")
+            self._say(row["step"], f"held-out loss {row['loss']:.4f}")
         elif row["step"] * 10 // self.steps > self.shown:
             self.shown = row["step"] * 10 // self.steps
-            self._say(row, f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s")
+            self._say(row["step"], f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s")
 
-    def _say(self, row: Row, what: str) -> None:
-        print(f"{self.title}: step {row['step']}/{self.steps}, {what}", file=sys.stderr, flush=True)
+    def _say(self, step: int, what: str) -> None:
+        print(f"{self.title}: step {step}/{self.steps}, {what}", file=sys.stderr, flush=True)
 
 
 class Bar(Quiet):

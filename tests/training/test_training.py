@@ -236,6 +236,15 @@ def test_progress_is_shown_as_asked(config_of, capsys, progress):
     assert len(shown.splitlines()) < 16
 
 
+def test_lines_begin_with_the_step_from_which_a_run_goes_on(config_of, capsys):
+    with pytest.raises(StoppedError):
+        train(config_of("progress=lines"), on_row=stop_at(5))
+    assert "goes on" not in capsys.readouterr().err
+    train(config_of("progress=lines"))
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "run: step 4/8, from whose checkpoint it goes on"
+
+
 def test_progress_is_a_bar_on_a_terminal_alone(config_of, monkeypatch):
     assert isinstance(build_display(config_of("progress=auto"), 0), Lines)
     monkeypatch.setenv("FORCE_COLOR", "1")
