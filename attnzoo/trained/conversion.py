@@ -167,10 +167,12 @@ def phases(
     converted = Target(to, context, rotation, options).model(base.model)
     rest = [override for override in overrides if not override.startswith("model")]
     row = base.data.context_length if known else min(context, LONGEST)
+    tokens = tokens or (round(SHARE * base.steps * base.batch_size * row) if known else TOKENS)
+    base = replace(base, data=replace(base.data, context_length=row))
+    base = load_config(asdict(base), [override for override in rest if override.startswith(("batch_size", "data"))])
     if not known:
         base = replace(base, mixed_precision="bf16", gradient_accumulation=base.batch_size)
-    batch = base.batch_size * row
-    tokens = tokens or (round(SHARE * base.steps * batch) if known else TOKENS)
+    batch = base.batch_size * base.data.context_length
     found: dict[str, TrainConfig] = {}
     for phase, share in PHASES.items():
         steps = round(share * tokens / batch)
@@ -183,7 +185,6 @@ def phases(
             start_from=str(source if not found else out / list(found)[-1]),
             objective=phase, teacher=None if phase == "text" else str(source),
             checkpoint_every=max(1, steps // 10), forgetting=ForgettingConfig(),
-            data=replace(base.data, context_length=row),
             optimizer=replace(
                 base.optimizer, lr=lr, min_lr=min(lr, base.optimizer.min_lr), warmup_steps=steps // 20, extensions=[]
             ),

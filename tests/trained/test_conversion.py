@@ -59,6 +59,13 @@ def converted(folder, to, **given):
     return model.eval(), original
 
 
+def test_the_tokens_of_a_conversion_are_those_asked_whatever_the_sizes_of_a_step(folder):
+    sizes = [f"data.source={folder / 'text'}", "batch_size=4", "data.context_length=16", "optimizer.warmup_steps=0"]
+    found = phases(folder / "model", folder / "out", "fox", sizes, tokens=2560)
+    assert sum(phase.steps * phase.batch_size * phase.data.context_length for phase in found.values()) == 2560
+    assert {phase.rows_per_part(1) for phase in found.values()} == {1}
+
+
 def test_beside_their_rotations_open_gates_begin_where_the_original_ended(folder):
     tokens = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(0))
     for to in ("fox", "alibi", ["fox", "same", "wall"]):
