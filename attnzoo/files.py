@@ -236,15 +236,25 @@ def damaged_name(path: Path, prefix: str = "damaged-") -> Path:
     return next(target for target in map(path.with_name, names) if not os.path.lexists(target))
 
 
+def cache_folder() -> Path:
+    """The folder of what may be made again, `$XDG_CACHE_HOME/attnzoo` or `~/.cache/attnzoo`, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo"
+
+
+def keep_hypothesis_out_of_here() -> None:
+    """Have Hypothesis, before its first example, keep its notes in the cache folder and not in the working folder."""
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
+
+
 def remembered_digest(path: Path) -> str:
     """The `digest` of a large file, which is read again only when its size, times or path have changed.
 
-    Digests are cached in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`) while
-    their files exist; where that cannot be written, the file is read every time.
+    Digests are cached in `digests.json` of the `cache_folder` while their files exist; where that cannot be written,
+    the file is read every time.
     """
     status = path.stat()
     now = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo" / "digests.json"
+    cache = cache_folder() / "digests.json"
     try:
         known = parse_json(cache.read_bytes())
         found, seal = known[now[0]]

@@ -8,6 +8,7 @@ import sys
 import click
 
 from attnzoo.data.command import Choice
+from attnzoo.files import keep_hypothesis_out_of_here
 from attnzoo.terminal import console, fitted, new_table, print_table
 
 
@@ -46,6 +47,7 @@ def verify(
     """
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    keep_hypothesis_out_of_here()
     import torch
     from rich.console import Console
     from rich.progress import track

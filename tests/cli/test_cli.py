@@ -31,6 +31,15 @@ ROOT = Path(__file__).parents[2]
 DEMO = built_in("compare")["demo"]
 
 
+def test_verify_leaves_nothing_where_it_is_called(tmp_path: Path) -> None:
+    here, cache = tmp_path / "here", tmp_path / "cache"
+    here.mkdir()
+    unset = {name: value for name, value in os.environ.items() if name != "HYPOTHESIS_STORAGE_DIRECTORY"}
+    words = [sys.executable, "-m", "attnzoo", "verify", "nope"]
+    subprocess.run(words, cwd=here, env={**unset, "XDG_CACHE_HOME": str(cache)}, check=True, capture_output=True)
+    assert not list(here.iterdir())
+
+
 @pytest.mark.parametrize("columns", [30, 80, 140])
 def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, columns: int) -> None:
     ran = run("list", columns=columns)

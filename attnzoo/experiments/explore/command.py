@@ -41,9 +41,10 @@ def explore(names: tuple[str, ...], output: Path, examples: int, probe: str, ste
 
     from attnzoo.data.own import check_page
     from attnzoo.experiments.explore.page import Explored, render, work_of
-    from attnzoo.files import write_whole
+    from attnzoo.files import keep_hypothesis_out_of_here, write_whole
     from attnzoo.testing.laws import Trial
 
+    keep_hypothesis_out_of_here()
     sides = _sides(names)
     check_page(output, "--output")
     said = ["attnzoo", "explore", *names]
