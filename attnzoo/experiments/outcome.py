@@ -178,6 +178,8 @@ def load_outcome(path: Path, option: str = "") -> Outcome:
         runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}
         return Outcome(**{**kept, **runs})
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, FileNotFoundError):
+            error = FileNotFoundError("there is no such result.json of `attnzoo experiment run`")
         raise ValueError(f"{f'{option}: ' if option else ''}{path} is not readable: {error}") from error
 
 

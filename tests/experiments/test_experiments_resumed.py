@@ -114,7 +114,7 @@ def test_an_ordering_takes_the_runs_of_its_models_alone(done, monkeypatch):
 @pytest.mark.parametrize("option", ["--resume-from", "--rates"])
 def test_a_result_that_is_not_there_is_refused_by_its_option(done, option):
     result = CliRunner().invoke(app, ["experiment", "run", done, option, "none.json"])
-    assert str(result.exception).startswith(f"{option}: none.json is not readable: ")
+    assert str(result.exception).startswith(f"{option}: none.json is not readable: there is no such result.json")
 
 
 def test_rates_other_than_those_of_the_runs_are_refused_by_name(done):
