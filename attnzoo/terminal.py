@@ -39,8 +39,7 @@ def print_table(table: Table, to: Console) -> None:
         to.print(table, crop=False)
     # blanks at the end of a line that just fits would begin another
     lines = re.sub(r"(?m)(?: |\x1b\[[0-9;]*m)+$", lambda end: "\x1b[0m" if "\x1b" in end[0] else "", printed.get())
-    to.file.write(lines)
-    to.file.flush()
+    to.out(lines, highlight=False, end="")
 
 
 def columns(most: int = 80) -> int:

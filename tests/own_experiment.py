@@ -20,7 +20,7 @@ ERROR = "wrong answers"
 TASK = TASKS["flip_flop"]
 EXPERIMENT = Experiment(
     title="Mine",
-    question="Is a <fox> better than none?",
+    question="Is a <fox> better than `none`?",
     arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
     sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4), "gpu": Size(SETTINGS, lrs=(0.01,))},
     settings=("data.source=task:mine.py", "data.context_length=8"),

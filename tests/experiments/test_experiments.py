@@ -47,8 +47,8 @@ def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     for expectation, verdict in outcome.verdicts(find(done)):
         assert expectation.text in page
         assert f">{verdict.word}</span>" in page
-    for text in ("Is a &lt;fox&gt; better", "the &lt;command&gt;", "On a GPU.", "a paper, Table 3", "none, one head",
-                 "Both at once", "a fox", "one point"):  # fmt: skip
+    for text in ("Is a &lt;fox&gt; better than <code>none</code>?", "the &lt;command&gt;", "On a GPU.",
+                 "a paper, Table 3", "none, one head", "Both at once", "a fox", "one point"):  # fmt: skip
         assert text in page
     assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', page)  # nothing is loaded
     assert "**" in Path("out/result.md").read_text()

@@ -213,6 +213,7 @@ def test_models_and_health_are_told(client):
         ({"prompt": "a", "logprobs": 0}, "logprobs", "expected False"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "nothing else is served"),
         ({"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"prompt": "a", "messages": []}, "messages", "/v1/chat/completions takes messages"),
     ],
 )
 def test_a_bad_request_gets_400_and_one_line_that_names_the_field(client, body, param, said):

@@ -142,7 +142,8 @@ def _known(fields: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
             if not any(type(value) is type(one) and value == one for one in NEUTRAL[name]):
                 raise FieldError(name, f"expected {NEUTRAL[name][0]!r}, for nothing else is served, got {value!r}")
         elif name not in names:
-            raise FieldError(name, "no such field is served" + did_you_mean(name, names))
+            chat = ": /v1/chat/completions takes messages" if name == "messages" else did_you_mean(name, names)
+            raise FieldError(name, "no such field is served" + chat)
     return {name: value for name, value in given.items() if name not in NEUTRAL}
 
 
