@@ -13,7 +13,7 @@ from attnzoo.forms.caches.pages.eviction import Eviction
 from attnzoo.forms.caches.pages.offload import Offload
 from attnzoo.forms.caches.pages.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.modules import HeadNorm, hooked
+from attnzoo.layer.modules import HeadNorm, untouched
 from attnzoo.registry.variant import Variant
 
 ROUNDED = 1 + 2**-20  # of a softcap: the rounding of tanh may lead as far beyond it
@@ -120,10 +120,8 @@ def normed(layer: Normed) -> bool:
 
 
 def _own(norm: HeadNorm | None) -> bool:
-    """Whether a norm is the layer's and no hook changes it; accelerate's, in its place, moves its weights alone."""
-    if not isinstance(norm, HeadNorm) or type(norm).forward is not HeadNorm.forward or hooked(norm):
-        return False
-    return "forward" not in norm.__dict__ or "_hf_hook" in norm.__dict__
+    """Whether a norm is the layer's and no hook changes it; accelerate's moves its weights alone."""
+    return isinstance(norm, HeadNorm) and type(norm).forward is HeadNorm.forward and untouched(norm, moved=True)
 
 
 def check_bounded(layer: Normed, evict: float | str | Evict | None) -> None:

@@ -34,17 +34,14 @@ def on_kernels(impl: str, x: Tensor, *others: Tensor | None) -> bool:
     return not exporting() and all(one is None or type(one) in PLAIN for one in (x, *others))
 
 
-def untouched(part: nn.Module) -> bool:
+def untouched(part: nn.Module, moved: bool = False) -> bool:
     """Whether a module may be left out of a call that computes what it would: no hook waits for it or for every module,
-    and nobody put a ``forward`` of their own into it."""
-    return not hooked(part) and "_hf_hook" not in part.__dict__ and "forward" not in part.__dict__
-
-
-def hooked(part: nn.Module) -> bool:
-    """Whether a hook of torch waits for a module or for every module."""
+    and nobody put a ``forward`` of their own into it; with ``moved`` accelerate's may be there, which moves weights."""
     own = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
     forward = every._global_forward_hooks or every._global_forward_pre_hooks
-    return bool(own or forward or every._global_backward_hooks or every._global_backward_pre_hooks)
+    if own or forward or every._global_backward_hooks or every._global_backward_pre_hooks:
+        return False
+    return moved if "_hf_hook" in part.__dict__ else "forward" not in part.__dict__
 
 
 def l2_normalize(x: Tensor, impl: str = "reference") -> Tensor:

@@ -93,7 +93,7 @@ def test_a_broken_law_is_on_the_page_with_its_smallest_case(run: Any, mine: Path
     said = words(page.read_text())
     assert "Broken: oracle of half" in said
     assert "the probe was left out" in said
-    repeated = re.search(r"check\('oracle', Case\('half', ([^)]*)\)\)", said)
+    repeated = re.search(rf"check\('oracle', Case\('half', ([^)]*)\), '[^']*{mine.name}'\)", said)
     assert repeated is not None
     assert int(re.search(r"\bT=(\d+)", repeated[1])[1]) <= 3  # type: ignore[index]
 

@@ -38,7 +38,7 @@ def test_a_pruned_student_is_the_student_within_eps(name, network):
 
 def test_pruning_and_eviction_go_together_where_keys_are_forgotten():
     forgetting = Forgetting(window=2, width=8)
-    whole, pruned = (forgetful("fox", forgetting=forgetting, acp=acp).eval() for acp in (False, Prune(1e-6)))
+    whole, pruned = (forgetful("fox", 2.0, forgetting=forgetting, acp=acp).eval() for acp in (False, Prune(1e-6)))
     x = rows(2, T)
     with torch.no_grad():
         exact, cache = whole(x), pruned.new_cache(evict=1e-6)

@@ -43,8 +43,12 @@ class Combined(GateProjection):
 
     @property
     def maps(self) -> dict[str, GateAffine]:
-        plain = [one for one in self.members if isinstance(one, GateProjection) and untouched(one)]
-        return {name: part for member in plain for name, part in member.maps.items()}
+        return {
+            name: part
+            for member in self.members
+            if isinstance(member, GateProjection) and untouched(member)
+            for name, part in member.maps.items()
+        }
 
     def reset_parameters(self) -> None:
         for member in self.members:
