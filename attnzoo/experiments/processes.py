@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, get_context
 from typing import Any
 
@@ -144,12 +144,12 @@ def _work(channel: connection.Connection) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     with open(os.devnull, "w") as sys.stdout:
-        try:
+        # the parent has closed the channel or ended; a signal may come while this is found
+        with suppress(KeyboardInterrupt), suppress(EOFError, ConnectionError):
             while True:
                 channel.send(_failure(channel.recv()))
-        except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent has closed the channel or ended
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending
-            sys.exit(130)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(130)
 
 
 def _failure(task: Callable[[], object]) -> str | None:

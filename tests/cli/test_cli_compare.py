@@ -6,6 +6,8 @@ import html
 import json
 import os
 import pickle
+import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -318,3 +320,32 @@ def test_demo_has_every_pair_in_equal_layers() -> None:
     sizes = {run.variant: sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs}
     for linear, softmax in names:
         assert sizes[linear] == pytest.approx(sizes[softmax], rel=1e-3)  # all but a bias of beta and the scale of keys
+
+
+def test_a_worker_that_is_stopped_as_it_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes where its channel was found closed."""
+
+    class Closed:
+        send = None
+
+        def recv(self) -> None:
+            work = sys._getframe(1)
+
+            def interrupted(frame: Any, event: str, argument: Any) -> Any:
+                if event == "line":
+                    sys.settrace(before)
+                    frame.f_trace = None
+                    raise KeyboardInterrupt
+                return interrupted
+
+            sys.settrace(lambda *_: None)
+            work.f_trace = interrupted
+            raise EOFError
+
+    before, handled = sys.gettrace(), list[Any]()
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(handler))
+    monkeypatch.setattr(sys, "stderr", open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    with pytest.raises(SystemExit, match="130"):
+        processes._work(Closed())  # type: ignore[arg-type]
+    assert handled[-1] == signal.SIG_IGN
