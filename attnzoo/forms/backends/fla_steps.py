@@ -182,13 +182,12 @@ class FlaOp:
         """Output and last state where no gradient is recorded: by the library's own function the first time, as lengths
         of prompts seldom come again."""
         x = self._inputs(q, k, v, given)
-        if recorders.compiles or dispatched(self.op.inputs.leaves(x)):
-            return self.library(q, k, v, **given)
-        key = ("inferred", *_key(x))
-        kind = self.kinds.get(key)
+        key, own = ("inferred", *_key(x)), recorders.compiles or dispatched(self.op.inputs.leaves(x))
+        kind = None if own else self.kinds.get(key)
         if kind is None:
-            self._remember(key, x)
-            return self.library(q, k, v, **given)
+            if not own:
+                self._remember(key, x)
+            return self.library(x.q, x.k, x.v, **given)
         o, state, *_ = kind.forward(_apart(getattr(x, name) for name in kind.names))
         return o, state
 
