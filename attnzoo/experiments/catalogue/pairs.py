@@ -154,7 +154,7 @@ EXPERIMENT = Experiment(
         ),
         Measured(
             "gpu-25m", "2026-11-30", "two NVIDIA H200, one or two runs on each", "2026-11-30-pairs-gpu-25m.json",
-            "Nine models, of two whole pairs beside the bases with one seed on a side at least; NoPE, RetNet and "
+            "Nine models: three whole pairs, RoPE, and the bases of both sides, with one seed; NoPE, RetNet and "
             "Mamba-2 have two. Rates are those of `gpu`; each text is read five times. Gated DeltaNet's two parts "
             "give the recurrence 0.72 nats, and PaTH-FoX's its dual 0.08; a scalar gate 0.63 and 0.07, a constant "
             "one 0.47 and 0.04. The runs are of three hosts. Linear attention's first two runs, of code that rounded "
